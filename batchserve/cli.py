@@ -1,4 +1,4 @@
-"""The command line: serve | generate | warm-drafts | bench | tune | demo | cache | doctor.
+"""The command line: serve | generate | warm-drafts | bench | tune | demo | cache | keys | doctor.
 
 Heavy imports are inside the commands, because the thread policy must be set before torch is imported.
 """
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.cache_command import add_cache_parser
-from batchserve.config import DTYPES, PRIVATE_SCOPE, DraftConfig, EngineConfig, ServerConfig, default_cache_dir
+from batchserve.config import DTYPES, DraftConfig, EngineConfig, ServerConfig, default_cache_dir
 from batchserve.engine.launch import LaunchedProcess
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
 from batchserve.free_memory import describe_out_of_memory
 from batchserve.generate_command import add_generate_flags, run_generate
-from batchserve.hosts import is_loopback
+from batchserve.keys_command import add_keys_parser
 from batchserve.logs import configure_logging, log_format
 from batchserve.native.instruction_set import AUTO, choose_instruction_set
 from batchserve.native.threads import apply_thread_policy
@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     add_cache_parser(commands)
+    add_keys_parser(commands)
     doctor = commands.add_parser("doctor", help="the machine as batchserve sees it, and what it would choose")
     doctor.add_argument("--cache-dir", default=default_cache_dir(), metavar="PATH", help="as for serve")
     doctor.set_defaults(run=_doctor)
@@ -166,12 +167,6 @@ def _serve(arguments: argparse.Namespace) -> int:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # they are not JSON; transformers respects it, too
     # gRPC's own log lines are not JSON, and repeat our error if an address is taken.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    if not is_loopback(server_config.host) and "default_draft_scope" not in arguments:
-        arguments.default_draft_scope = PRIVATE_SCOPE
-        _say(
-            f"host = {server_config.host} is not loopback: requests that name no draft scope share no drafts "
-            "(--default-draft-scope NAME lets them)"
-        )
     engine_config: EngineConfig = make_config(EngineConfig, arguments)
     if is_model_path(engine_config.model):  # fail before slow imports and the start of an engine process
         from batchserve.runner.model_folder import resolve_model

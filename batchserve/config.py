@@ -360,6 +360,7 @@ class ServerConfig:
     stall_timeout_s: health reports NOT_SERVING while a step takes longer than this.
     unread_timeout_s, max_unread_deltas: how long a message waits for its client to take it, and how many deltas may
     wait after it, before the call ends with RESOURCE_EXHAUSTED. All streams together may leave 64 times as many unread.
+    keys: a file of callers' keys (server/keys.py). allow_unauthenticated: other machines may call without.
     has_http, http_port: OpenAI's HTTP beside gRPC. tool_call_parser: the format in which the model writes tool calls.
     log_level, log_format: the lowest level that the process logs, and the format of each line.
     tls_certificate, tls_key: PEM files with which gRPC and HTTP are encrypted. tls_client_ca: clients must show a
@@ -371,6 +372,8 @@ class ServerConfig:
     has_http: bool = True
     http_port: int = 8000
     tool_call_parser: str = "auto"
+    keys: str | None = None
+    allow_unauthenticated: bool = False
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
@@ -390,11 +393,13 @@ class ServerConfig:
         if host.startswith("[") and host.endswith("]"):  # as in IPv6 addresses that are followed by a port
             object.__setattr__(self, "host", host[1:-1])
         self._check_ports()
+        if self.keys is not None:
+            object.__setattr__(self, "keys", expanded_path("keys", self.keys))
         check_tls(self, "tls_client_ca", "tls_certificate", "tls_key")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError(f"tls_client_ca = {self.tls_client_ca!r}: must be with tls_certificate and tls_key")
         at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
-        for name in ("has_reflection", "has_engine_process", "has_http"):
+        for name in ("has_reflection", "has_engine_process", "has_http", "allow_unauthenticated"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         number("drain_timeout_s", self.drain_timeout_s, 0.0)

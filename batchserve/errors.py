@@ -93,6 +93,28 @@ class UnavailableError(BatchserveError):
     retry_after_s = 2.0
 
 
+class QuotaExceededError(BatchserveError):
+    """A tenant has used up a limit of its key."""
+
+    reason = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnauthenticatedError(BatchserveError):
+    """A call without a key, or with one that is not known, where keys are needed."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(BatchserveError):
+    """A call that its key does not allow."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class DeadlineExceededError(BatchserveError):
     """The request's deadline passed before it finished."""
 

@@ -119,8 +119,8 @@ ENGINE_OPTIONS = {
     "default_draft_scope": Option(
         "the draft scope of requests that name none. Requests of a scope draft from each other's answers and share "
         f"K/V, so timing may tell a caller what others have asked; '{PRIVATE_SCOPE}' shares nothing. "
-        "There is no authentication: all callers are one tenant, and anyone who knows a scope's name can join it",
-        default_text=f"'default'; '{PRIVATE_SCOPE}' if serve's --host is not loopback",
+        "Without --keys all callers are one tenant, and anyone who knows a scope's name can join it",
+        default_text=f"'default'; '{PRIVATE_SCOPE}' if other machines may call without --keys",
     ),
     "wait_for_drafter": Option(
         "serve only once drafts are ready; otherwise requests have none while the first start compiles their kernels"
@@ -229,7 +229,7 @@ DRAFT_OPTIONS = {
     ),
 }
 SERVER_OPTIONS = {
-    "host": Option("the address to listen on; there is no authentication but by --tls-client-ca"),
+    "host": Option("the address to listen on; one that is not loopback needs --keys, or --allow-unauthenticated"),
     "port": Option("the port to listen on with gRPC; 0 picks a free one and prints it"),
     "has_http": Option("serve the OpenAI API over HTTP, too"),
     "http_port": Option("the port to listen on with HTTP; 0 picks a free one and prints it"),
@@ -238,6 +238,11 @@ SERVER_OPTIONS = {
         "which the model is then told of",
         TOOL_CALL_PARSERS,
     ),
+    "keys": Option(
+        "a file of the keys that calls need, with tenants and limits (batchserve keys makes it); read again on SIGHUP",
+        default_text="none: everybody may call who reaches the port",
+    ),
+    "allow_unauthenticated": Option("listen without keys on an address that other machines reach"),
     "tls_certificate": Option(
         "a file with the server's certificate, or its chain, in PEM: gRPC and HTTP are encrypted",
         default_text="not encrypted",

@@ -17,7 +17,7 @@ from batchserve.types import FinishReason, Timing, TokenLogprobs, Usage
 if TYPE_CHECKING:
     from batchserve.grammar.definition import Grammar
 
-TENANT = "default"  # there is no authentication: all callers are one
+TENANT = "default"  # of all callers where there are no keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class NewRequest:
         )
 
 
-FORKS = "forks"  # the tenant of requests that share K/V only with their forks: it is kept for nobody else
+FORKS = "/forks"  # no caller's: the tenant of requests that share K/V only with their forks: it is kept for nobody else
 FIRST_PAUSE = 8  # tokens without drafts behind some whose numbers overflowed; each further time twice as many
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import numbers
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -18,6 +19,8 @@ from batchserve.sampling_params import SamplingParams as SamplingParams
 Prompt = str | Sequence[int] | Chat
 MAX_REQUEST_ID_CHARS = 256
 MAX_PRIORITY = 1000
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TENANT_BOUND = "1 to 64 letters, digits, dots, dashes and underscores"
 MAX_REFERENCES = 64
 # For all references of a request together: as long as the longest contexts in common use. It limits what one request
 # makes the server tokenise, keep and index: about a second, and some megabytes.
@@ -32,6 +35,13 @@ def check_priority(value: object) -> int:
         bound = f"an integer in -{MAX_PRIORITY}..{MAX_PRIORITY}"
         raise InvalidRequestError("INVALID_PRIORITY", "priority", value, bound)
     return int(value)  # type: ignore[call-overload,no-any-return]
+
+
+def check_tenant(value: object) -> str:
+    """Returns a tenant's name, "" for none. Raises InvalidRequestError."""
+    if not isinstance(value, str) or (value and not TENANT_NAME.fullmatch(value)):
+        raise InvalidRequestError("INVALID_TENANT", "tenant", value, TENANT_BOUND)
+    return str.__str__(value)
 
 
 class FinishReason(enum.Enum):
@@ -92,6 +102,7 @@ class CallOptions(TypedDict, total=False):
     speculation: SpeculationParams | None
     deadline_s: float | None
     priority: int
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,7 @@ class GenerateCall:
 
     prompt: text, token ids or a chat. params, speculation: None is the defaults. request_id: must not be in flight;
     empty draws one. model: empty, or the served model's name. deadline_s: from now. priority: -1000..1000, higher
-    comes first.
+    comes first. tenant: whose callers share drafts and K/V; empty: those of calls without one.
     """
 
     prompt: Prompt
@@ -110,6 +121,7 @@ class GenerateCall:
     speculation: SpeculationParams | None = None
     deadline_s: float | None = None
     priority: int = 0
+    tenant: str = ""
 
     @property
     def num_samples(self) -> int:

@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchserve import cli, generate_command
-from batchserve.cli import is_loopback, main
-from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig
+from batchserve.cli import main
+from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig, UnchosenScope
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.options import (
@@ -104,7 +104,16 @@ def _other_value(name: str, default: Any, option: Option) -> Any:
         return not default
     if option.choices is not None:
         return option.choices[-1]
-    if name in ("model", "host", "served_model_name", "default_draft_scope", "draft_cache", "cache_dir", *COMPANIONS):
+    if name in (
+        "model",
+        "host",
+        "served_model_name",
+        "default_draft_scope",
+        "draft_cache",
+        "cache_dir",
+        "keys",
+        *COMPANIONS,
+    ):
         return "other"
     if name == "gpu_memory_utilization":
         return 0.5
@@ -127,16 +136,6 @@ def test_flags_are_kebab_case_without_is_and_has():
     assert flag_of("has_reflection") == "--reflection"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_loopback(host):
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_not_loopback(host):
-    assert not is_loopback(host)
-
-
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The configurations that `serve` would have started an engine with."""
@@ -156,17 +155,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 @pytest.mark.parametrize(
     ("flags", "scope"),
     [
-        (["--host", "127.0.0.1"], "default"),
-        (["--host", "127.0.0.1", "--default-draft-scope", "request"], "request"),
-        (["--host", "0.0.0.0"], "request"),
-        (["--host", "0.0.0.0", "--default-draft-scope", "default"], "default"),
+        ([], "default"),
+        (["--default-draft-scope", "request"], "request"),
+        (["--default-draft-scope", "default"], "default"),
     ],
 )
-def test_drafts_are_shared_only_on_loopback_unless_asked_for(served, capsys, flags, scope):
-    assert main(["serve", *flags]) == 0
+def test_a_chosen_scope_is_known_from_the_default_one(served, flags, scope):
+    """So that the server can isolate callers of other machines unless a scope was chosen."""
+    assert main(["serve", "--host", "0.0.0.0", *flags]) == 0
     assert served[0].default_draft_scope == scope
-    has_said_so = "share no drafts" in capsys.readouterr().err
-    assert has_said_so == (flags == ["--host", "0.0.0.0"])
+    assert isinstance(served[0].default_draft_scope, UnchosenScope) == (not flags)
 
 
 def test_bad_options_name_field_value_and_bound(capsys):
@@ -357,11 +355,11 @@ def test_a_priority_out_of_its_bounds_is_refused(own_signals, capsys):
     assert "priority = 1001: must be an integer in -1000..1000" in capsys.readouterr().err
 
 
-def test_help_says_that_all_callers_are_one_tenant(capsys):
+def test_help_says_that_without_keys_all_callers_are_one_tenant(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "There is no authentication: all callers are one tenant" in words
+    assert "Without --keys all callers are one tenant" in words
 
 
 def test_a_model_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys, tmp_path):

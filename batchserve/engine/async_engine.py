@@ -7,16 +7,16 @@ import itertools
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from batchserve.engine.arguments import INLINE_SIZE, run_off_loop, seconds_of, size_of
 from batchserve.engine.engine_process import EngineProcess
 from batchserve.engine.engine_thread import EngineThread
+from batchserve.engine.input_processor import qualified_id
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply
-from batchserve.engine.output_collector import OutputCollector
+from batchserve.engine.output_collector import collected
 from batchserve.engine.stream import Stream
 from batchserve.errors import (
     BatchserveError,
@@ -30,7 +30,16 @@ from batchserve.errors import (
 )
 from batchserve.forks import OwnerProcess
 from batchserve.logs import adopt_library_loggers
-from batchserve.types import Delta, GenerateCall, ModelInfo, RequestOutput, SamplingParams, SpeculationParams, Started
+from batchserve.types import (
+    Delta,
+    GenerateCall,
+    ModelInfo,
+    RequestOutput,
+    SamplingParams,
+    SpeculationParams,
+    Started,
+    check_tenant,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -119,9 +128,9 @@ class AsyncEngine:
     def num_in_flight(self) -> int:
         return len(self._streams)
 
-    def has_request(self, request_id: str) -> bool:
-        """True if a request with this id is in flight."""
-        return request_id in self._ids
+    def has_request(self, request_id: str, tenant: str = "") -> bool:
+        """True if a request of the tenant with this id is in flight."""
+        return qualified_id(request_id, tenant) in self._ids
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
@@ -141,15 +150,7 @@ class AsyncEngine:
 
     async def answer(self, call: GenerateCall) -> RequestOutput:
         """Implements generate()."""
-        prompt: list[int] = []
-        collectors: dict[int, OutputCollector] = {}
-        async with aclosing(self.events(call, is_whole=True)) as events:
-            async for event in events:
-                if isinstance(event, Started):
-                    prompt = event.prompt_token_ids
-                else:
-                    collectors.setdefault(event.index, OutputCollector(prompt)).add(event)
-        return OutputCollector.joined([collectors[index] for index in sorted(collectors)])
+        return await collected(self.events(call, is_whole=True))
 
     async def events(
         self, call: GenerateCall, *, backlog: Backlog | None = None, is_whole: bool = False
@@ -162,8 +163,9 @@ class AsyncEngine:
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", call.request_id, "a string")
         deadline_s = seconds_of(call.deadline_s)
         request_id = call.request_id or uuid.uuid4().hex
-        self._check_admission(request_id, call.model)
-        streams = [self._open(request_id)]  # before the first await, so that no other request gets this id
+        own_id = qualified_id(request_id, check_tenant(call.tenant))
+        self._check_admission(request_id, own_id, call.model)
+        streams = [self._open(own_id)]  # before the first await, so that no other request gets this id
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise DeadlineExceededError("deadline passed before the request was queued")
@@ -186,14 +188,15 @@ class AsyncEngine:
                 stream.is_handed_over, stream.backlog = True, backlog
                 self._host.send(Add(stream.ticket, request))
             yield Started(request_id, len(token_ids), list(token_ids))
-            num_open, is_one = len(streams), len(streams) == 1
+            num_open = len(streams)
             while num_open:
                 event = await streams[0].events.get()
                 if isinstance(event, BatchserveError):
                     raise event.with_traceback(None)
                 if backlog is not None:
                     backlog.shrink()
-                yield event if is_one else replace(event, request_id=request_id)
+                event.request_id = request_id
+                yield event
                 num_open -= event.finish_reason is not None
         finally:
             for stream in streams:
@@ -212,7 +215,7 @@ class AsyncEngine:
         params = SamplingParams() if call.params is None else call.params
         speculation = SpeculationParams() if call.speculation is None else call.speculation
         arguments = (request_id, token_ids, params, speculation, arrival_s, deadline_s, call.priority, is_whole)
-        make = self._processor.new_requests
+        make = partial(self._processor.new_requests, tenant=call.tenant)
         if not isinstance(params, SamplingParams) or self._processor.knows_grammar(params):
             references = speculation.references if isinstance(speculation, SpeculationParams) else ()
             return await run_off_loop(sum(map(len, references)), make, *arguments)
@@ -239,13 +242,13 @@ class AsyncEngine:
         self._maker.check()
         await self._has_failed.wait()
 
-    async def clear_draft_scope(self, draft_scope: str = "") -> None:
+    async def clear_draft_scope(self, draft_scope: str = "", tenant: str = "") -> None:
         """Clears what the requests of a draft scope have shared ("": the default scope). Returns once it is done.
 
         Requests in flight keep drafts from their own text. Raises InvalidRequestError and what new requests raise.
         """
         self._check_loop()
-        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope)
+        scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope, tenant)
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         if scope is None:  # a private scope shares nothing
@@ -310,13 +313,13 @@ class AsyncEngine:
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("an AsyncEngine belongs to the asyncio loop that it was started on")
 
-    def _check_admission(self, request_id: str, model: str) -> None:
+    def _check_admission(self, request_id: str, own_id: str, model: str) -> None:
         self._check_loop()
         if self._closed is not None:
             raise self._closed.with_traceback(None)
         if model and model != self._info.name:
             raise UnknownModelError(model, self._info.name)
-        if request_id in self._ids:
+        if own_id in self._ids:
             raise DuplicateRequestError(request_id)
         if len(self._streams) >= sum(self._places):
             raise QueueFullError(*self._places)

@@ -186,7 +186,7 @@ class InputProcessor:
         given = {name: getattr(params, name) for name in OFF}
         return {name: self._defaults[name] if value is None else value for name, value in given.items()}
 
-    def resolve_speculation(self, params: SpeculationParams) -> ResolvedSpeculation:
+    def resolve_speculation(self, params: SpeculationParams, tenant: str = "") -> ResolvedSpeculation:
         """Fills in the server's defaults and checks the references. Raises InvalidRequestError."""
         if params.tpot_target_ms is not None and not self._is_adaptive:
             must_be = "unset: this server has no adaptive decoding length that could prefer the request"
@@ -206,7 +206,7 @@ class InputProcessor:
             drafter=_plain(drafter),
             max_draft_tokens=limits.max_draft_tokens if tokens is None else min(tokens, limits.max_draft_tokens),
             branch_length=limits.branch_length if length is None else min(length, limits.branch_length),
-            draft_scope=self.resolve_scope(params.draft_scope),
+            draft_scope=self.resolve_scope(params.draft_scope, tenant),
             references=references,
             tpot_target_s=None if target_ms is None else target_ms / 1e3,
         )
@@ -219,10 +219,10 @@ class InputProcessor:
         """Returns a hash of the vocabulary, so that saved drafts are never loaded with another one."""
         return vocabulary_fingerprint(self.facts.tokenizer, self.facts.vocab_size, self.facts.name)
 
-    def resolve_scope(self, draft_scope: str) -> DraftScope | None:
+    def resolve_scope(self, draft_scope: str, tenant: str = "") -> DraftScope | None:
         """Returns the effective scope; None shares nothing."""
         scope = draft_scope or self._default_scope
-        return None if scope == PRIVATE_SCOPE else DraftScope(TENANT, _plain(scope))
+        return None if scope == PRIVATE_SCOPE else DraftScope(tenant or TENANT, _plain(scope))
 
     def new_request(
         self,
@@ -235,6 +235,7 @@ class InputProcessor:
         priority: int = 0,
         is_whole: bool = False,
         is_sharing_early: bool = False,
+        tenant: str = "",
     ) -> NewRequest:
         """Builds a request that is sure to fit. Raises InvalidRequestError. Long references are slow to tokenise."""
         if not isinstance(params, SamplingParams):
@@ -249,17 +250,17 @@ class InputProcessor:
                 f"at most {MAX_REQUEST_ID_CHARS} characters, none of them NUL",
             )
         sampling = self.resolve(params, len(prompt_token_ids))
-        resolved = self.resolve_speculation(speculation)
+        resolved = self.resolve_speculation(speculation, tenant)
         has_prefix = self._has_prefix_cache and sampling.prompt_logprobs is None  # which are of computed rows only
         return NewRequest(
-            _plain(request_id),
+            qualified_id(_plain(request_id), tenant),
             prompt_token_ids,
             sampling,
             resolved,
             arrival_s,
             deadline_s,
             check_priority(priority),
-            self.resolve_scope(speculation.draft_scope) if has_prefix else None,
+            self.resolve_scope(speculation.draft_scope, tenant) if has_prefix else None,
             is_whole,
             is_sharing_early,
             num_forks=params.n - 1,
@@ -292,6 +293,11 @@ class InputProcessor:
     def make_request(self, *arguments: Any, **options: Any) -> Request:
         """new_request(), for an engine in this thread."""
         return self.new_request(*arguments, **options).begin()
+
+
+def qualified_id(request_id: str, tenant: str) -> str:
+    """Returns the id of a request among those of all tenants, whose names have no slash."""
+    return f"{tenant}/{request_id}" if tenant else request_id
 
 
 def fork_id(request_id: str, index: int) -> str:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from batchserve.types import Delta, RequestOutput, TokenLogprobs
+from batchserve.types import Delta, RequestOutput, Started, TokenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
+
+
+async def collected(events: AsyncGenerator[Started | Delta, None]) -> RequestOutput:
+    """Returns the complete output of a request's events. Raises what they raise, and closes them in every case."""
+    prompt: list[int] = []
+    collectors: dict[int, OutputCollector] = {}
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Started):
+                prompt = event.prompt_token_ids
+            else:
+                collectors.setdefault(event.index, OutputCollector(prompt)).add(event)
+    return OutputCollector.joined([collectors[index] for index in sorted(collectors)])
 
 
 class OutputCollector:

@@ -12,7 +12,10 @@ from batchserve.errors import (
     InvalidRequestError,
     NonFiniteLogitsError,
     OutOfMemoryError,
+    PermissionDeniedError,
     QueueFullError,
+    QuotaExceededError,
+    UnauthenticatedError,
     UnavailableError,
     UnknownModelError,
     UnreadAnswerError,
@@ -27,6 +30,8 @@ class Code(enum.Enum):
     """A google.rpc.Code by its name, with the status that HTTP has for it (google/rpc/code.proto)."""
 
     INVALID_ARGUMENT = 400
+    UNAUTHENTICATED = 401
+    PERMISSION_DENIED = 403
     NOT_FOUND = 404
     ALREADY_EXISTS = 409
     RESOURCE_EXHAUSTED = 429
@@ -40,7 +45,10 @@ _CODES: dict[type[BatchserveError], Code] = {
     GrammarError: Code.INVALID_ARGUMENT,
     UnknownModelError: Code.NOT_FOUND,
     DuplicateRequestError: Code.ALREADY_EXISTS,
+    UnauthenticatedError: Code.UNAUTHENTICATED,
+    PermissionDeniedError: Code.PERMISSION_DENIED,
     QueueFullError: Code.RESOURCE_EXHAUSTED,
+    QuotaExceededError: Code.RESOURCE_EXHAUSTED,
     UnreadAnswerError: Code.RESOURCE_EXHAUSTED,
     UnavailableError: Code.UNAVAILABLE,
     DeadlineExceededError: Code.DEADLINE_EXCEEDED,
@@ -69,4 +77,4 @@ def message_of(error: Exception) -> str:
 
 def retry_after_s(error: Exception) -> float | None:
     """Returns after how many seconds the call may succeed; None if it would fail again."""
-    return error.retry_after_s if isinstance(error, QueueFullError | UnavailableError) else None
+    return error.retry_after_s if isinstance(error, QueueFullError | QuotaExceededError | UnavailableError) else None

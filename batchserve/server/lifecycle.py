@@ -10,11 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from batchserve.engine.backpressure import BackpressureLimits
-from batchserve.errors import EngineFaultError
+from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.hosts import is_loopback
 from batchserve.server.grpc.server import GrpcServer
 from batchserve.server.health import ServingStatus
 from batchserve.server.http.server import HttpServer
+from batchserve.server.keys import NO_PRIORITY_BOUND, Caller, KeyStore
 from batchserve.server.metrics_endpoint import MetricsEndpoint
 from batchserve.server.metrics_text import MetricsText
 from batchserve.server.open_calls import OpenCalls
@@ -42,7 +43,10 @@ class GenerationServer:
         self._config = config
         self._engine: AsyncEngine | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._calls = OpenCalls(BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s))
+        self._is_loopback = is_loopback(config.host)
+        anybody = Caller(is_admin=self._is_loopback, max_priority=NO_PRIORITY_BOUND)
+        unread = BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s)
+        self._calls = OpenCalls(unread, KeyStore(config.keys, anybody))
         self._status = ServingStatus()
         self._metrics = MetricsText(self._calls.failed_calls)
         self._endpoint: MetricsEndpoint | None = None
@@ -52,6 +56,7 @@ class GenerationServer:
 
     async def bind(self) -> str:
         """Starts listening as NOT_SERVING. Returns gRPC's HOST:PORT with the actual port. Raises ConfigError."""
+        self._check_exposure()
         if self._config.metrics_port is not None:
             address = self._config.host, self._config.metrics_port
             self._endpoint = MetricsEndpoint(*address, self._metrics, self._status)
@@ -63,10 +68,10 @@ class GenerationServer:
     async def open(self, engine: AsyncEngine) -> None:
         """Serves from this engine, which must be warm. The server owns the engine from now on.
 
-        On a non-loopback address, callers share no drafts and no KV cache unless a scope has been chosen.
+        Where other machines may call without keys, requests share no drafts and no K/V unless a scope has been chosen.
         """
         self._engine = engine
-        if not is_loopback(self._config.host):
+        if not self._is_loopback and not self._calls.keys.has_keys:
             engine.isolate_default_scope()
         self._metrics.show(engine.metrics)
         self._calls.open(engine)
@@ -99,6 +104,32 @@ class GenerationServer:
             self._endpoint.close()
             self._endpoint = None
         return is_drained
+
+    def reload(self) -> None:
+        """Reads the file of keys again."""
+        self._calls.keys.reload()
+
+    @property
+    def stop_asked(self) -> asyncio.Event:
+        """Set by a signal, and by an admin's Drain."""
+        return self._calls.stop_asked
+
+    def _check_exposure(self) -> None:
+        """Raises ConfigError if other machines could call without keys, and nobody has said that they may."""
+        config = self._config
+        if self._is_loopback:
+            return
+        if not self._calls.keys.has_keys and not config.allow_unauthenticated:
+            raise ConfigError(
+                f"host = {config.host!r}: must be loopback without keys; --keys FILE names callers, "
+                "--allow-unauthenticated lets anybody call who reaches the port"
+            )
+        if self._calls.keys.has_keys and config.tls_certificate is None:
+            logger.warning("keys come over the network as they are: there is no --tls-certificate")
+        if not self._calls.keys.has_keys:
+            logger.warning(
+                "anybody who reaches %s may call; requests that name no draft scope share no drafts", config.host
+            )
 
     async def _watch(self, engine: AsyncEngine) -> None:
         async def tell(goes_on: bool) -> None:
@@ -162,7 +193,7 @@ async def serve(
         address = await server.bind()
         logger.info("warming up; %s answers UNAVAILABLE until then", address)
         engine = await start_engine()
-        stop, hurry = _stop_signals()
+        stop, hurry = server.stop_asked, _handle_signals(server)
         await server.open(engine)
         announce(f"listening on {address}")
         if server.http_address is not None:
@@ -187,16 +218,19 @@ def _end_at_once(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
-def _stop_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Returns (event set by the first SIGTERM or SIGINT, event set by the second)."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+def _handle_signals(server: GenerationServer) -> asyncio.Event:
+    """SIGTERM and SIGINT ask the server to stop, SIGHUP to read its keys again. Returns an event that a second of the
+    former sets.
+    """
+    stop, hurry, loop = server.stop_asked, asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop, hurry
+        loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, server.reload)
+    return hurry
 
 
 async def _unless_hurried(draining: Coroutine[Any, Any, bool], hurry: asyncio.Event | None) -> bool:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from batchserve.engine.arguments import seconds_of
 from batchserve.errors import UnavailableError
+from batchserve.server.tenants import Tenants
+from batchserve.types import Started, check_priority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncGenerator, Iterator
 
     from batchserve.engine.async_engine import AsyncEngine
-    from batchserve.engine.backpressure import BackpressureLimits
+    from batchserve.engine.backpressure import Backlog, BackpressureLimits
+    from batchserve.server.keys import Caller, KeyStore
+    from batchserve.types import Delta, GenerateCall
 
 # A cancellation may reach the server slightly later than the client's next call with the same request id. It passes
 # through several threads, which takes longer on a busy machine, so the server counts turns, not seconds.
@@ -21,12 +28,15 @@ CANCEL_TURNS, CANCEL_TURN_S = 6, 0.002
 
 
 class OpenCalls:
-    """What all protocols of one server share: its engine, or why there is none; counts of calls; unread answers."""
+    """What all protocols of one server share: its engine, or why there is none; keys and tenants; counts of calls;
+    unread answers. stop_asked: set when a call, or a signal, asks for the server's end.
+    """
 
-    def __init__(self, unread: BackpressureLimits) -> None:
-        self.unread = unread
+    def __init__(self, unread: BackpressureLimits, keys: KeyStore) -> None:
+        self.unread, self.keys, self.tenants = unread, keys, Tenants()
         self.num_calls = 0  # received, answered or not
         self.failed_calls = Counter[str]()  # by reason
+        self.stop_asked = asyncio.Event()
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
         self._num_open = 0
@@ -66,9 +76,30 @@ class OpenCalls:
             if self._num_open == 0:
                 self._is_idle.set()
 
-    async def wait_cancelled(self, request_id: str) -> None:
+    async def events(
+        self, caller: Caller, generation: GenerateCall, *, backlog: Backlog | None = None, is_whole: bool = False
+    ) -> AsyncGenerator[Started | Delta, None]:
+        """Yields the engine's events, once the caller's limits let the request in. Raises what the engine raises, and
+        QuotaExceededError. See AsyncEngine.events.
+        """
+        engine = self.engine
+        caller.check_priority(check_priority(generation.priority))
+        deadline_s, begun_s = seconds_of(generation.deadline_s), time.monotonic()
+        async with self.tenants.admitted(caller, generation.num_samples, deadline_s) as tenant:
+            if deadline_s is not None:
+                deadline_s -= time.monotonic() - begun_s
+            generation = replace(generation, tenant=caller.tenant, deadline_s=deadline_s)
+            async with aclosing(engine.events(generation, backlog=backlog, is_whole=is_whole)) as events:
+                async for event in events:
+                    if isinstance(event, Started):
+                        tenant.use(event.prompt_tokens, 0)
+                    else:
+                        tenant.use(0, len(event.token_ids))
+                    yield event
+
+    async def wait_cancelled(self, request_id: str, caller: Caller) -> None:
         """Waits briefly for a cancelled call to release a request id."""
         for _ in range(CANCEL_TURNS):
-            if not self.engine.has_request(request_id):
+            if not self.engine.has_request(request_id, caller.tenant):
                 break
             await asyncio.sleep(CANCEL_TURN_S)

@@ -24,6 +24,7 @@ class CallRecord:
     peer: str
     level: int = logging.INFO
     request_id: str = ""
+    tenant: str = ""
     prompt_tokens: int | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -50,6 +51,8 @@ class CallRecord:
         fields: dict[str, Any] = {"method": self.method, "peer": self.peer, "status": status}
         if reason:
             fields["reason"] = reason
+        if self.tenant:
+            fields["tenant"] = self.tenant
         if self.request_id:
             fields["request_id"] = self.request_id
         if self.finish_reason is not None:

@@ -440,3 +440,21 @@ class DrafterStats(_message.Message):
     tested: _containers.RepeatedScalarFieldContainer[int]
     accepted: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, depths: _Optional[_Iterable[str]] = ..., tested: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ClearDraftScopeRequest(_message.Message):
+    __slots__ = ("draft_scope",)
+    DRAFT_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    draft_scope: str
+    def __init__(self, draft_scope: _Optional[str] = ...) -> None: ...
+
+class ClearDraftScopeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -68,6 +68,16 @@ class GenerationServiceStub:
                 request_serializer=batchserve_dot_v1_dot_generation__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=batchserve_dot_v1_dot_generation__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ClearDraftScope = channel.unary_unary(
+                '/batchserve.v1.GenerationService/ClearDraftScope',
+                request_serializer=batchserve_dot_v1_dot_generation__pb2.ClearDraftScopeRequest.SerializeToString,
+                response_deserializer=batchserve_dot_v1_dot_generation__pb2.ClearDraftScopeResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/batchserve.v1.GenerationService/Drain',
+                request_serializer=batchserve_dot_v1_dot_generation__pb2.DrainRequest.SerializeToString,
+                response_deserializer=batchserve_dot_v1_dot_generation__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 def add_GenerationServiceServicer_to_server(servicer, server):
@@ -101,6 +111,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=batchserve_dot_v1_dot_generation__pb2.GetStatsRequest.FromString,
                     response_serializer=batchserve_dot_v1_dot_generation__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ClearDraftScope': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearDraftScope,
+                    request_deserializer=batchserve_dot_v1_dot_generation__pb2.ClearDraftScopeRequest.FromString,
+                    response_serializer=batchserve_dot_v1_dot_generation__pb2.ClearDraftScopeResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=batchserve_dot_v1_dot_generation__pb2.DrainRequest.FromString,
+                    response_serializer=batchserve_dot_v1_dot_generation__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +289,60 @@ class GenerationService:
             '/batchserve.v1.GenerationService/GetStats',
             batchserve_dot_v1_dot_generation__pb2.GetStatsRequest.SerializeToString,
             batchserve_dot_v1_dot_generation__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearDraftScope(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batchserve.v1.GenerationService/ClearDraftScope',
+            batchserve_dot_v1_dot_generation__pb2.ClearDraftScopeRequest.SerializeToString,
+            batchserve_dot_v1_dot_generation__pb2.ClearDraftScopeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batchserve.v1.GenerationService/Drain',
+            batchserve_dot_v1_dot_generation__pb2.DrainRequest.SerializeToString,
+            batchserve_dot_v1_dot_generation__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -120,6 +120,7 @@ def serve(engine: AsyncEngine, kit: Kit, is_enabled: bool) -> tuple[Any, list[by
         from batchserve.engine.backpressure import BackpressureLimits
         from batchserve.server.grpc.convert import to_generate_request
         from batchserve.server.grpc.servicer import GenerationServicer
+        from batchserve.server.keys import Caller, KeyStore
         from batchserve.server.open_calls import OpenCalls
         from batchserve.v1 import generation_pb2_grpc
     except Exception as error:  # a package is missing, or older than the stubs, which say so in exceptions of their own
@@ -129,7 +130,7 @@ def serve(engine: AsyncEngine, kit: Kit, is_enabled: bool) -> tuple[Any, list[by
         server.add_generic_rpc_handlers((handler,))
         texts = [{"prompt": prompt, "max_tokens": tokens, "is_enabled": is_enabled} for prompt in prompts]
         return server, [json.dumps(text).encode() for text in texts], f"plain ({error})"
-    calls = OpenCalls(BackpressureLimits(1024, 60.0))
+    calls = OpenCalls(BackpressureLimits(1024, 60.0), KeyStore(None, Caller()))
     calls.open(engine)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer("gpu-kit", calls), server)
     params, speculation = _params(tokens), SpeculationParams(is_enabled)

@@ -269,6 +269,7 @@ async def test_an_error_names_the_argument_that_the_caller_has(rig: Rig) -> None
         "speculation": {},
         "deadline_s": "soon",
         "priority": 1001,
+        "tenant": "a/b",
     }
     assert [field.name for field in dataclasses.fields(GenerateCall)] == [*bad]
     assert set(CallOptions.__annotations__) == {*bad} - {"prompt", "params"}
@@ -394,9 +395,9 @@ async def test_long_references_are_tokenised_beside_the_loop(rig: Rig, monkeypat
     threads: list[threading.Thread] = []
     right = rig.built.processor.new_request
 
-    def recording(*arguments: Any) -> Request:
+    def recording(*arguments: Any, **options: Any) -> Request:
         threads.append(threading.current_thread())
-        return right(*arguments)
+        return right(*arguments, **options)
 
     monkeypatch.setattr(rig.built.processor, "new_request", recording)
     for length in (10, INLINE_SIZE + 1):

@@ -82,7 +82,7 @@ class FakeEngine:
             return False
         return True
 
-    def has_request(self, request_id: str) -> bool:
+    def has_request(self, request_id: str, tenant: str = "") -> bool:
         return False
 
     def isolate_default_scope(self) -> None:

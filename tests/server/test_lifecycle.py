@@ -440,6 +440,6 @@ async def test_callers_of_other_machines_share_nothing_unless_a_scope_was_chosen
         engine.processor = engine.processor.with_isolated_default_scope()
 
     engine.processor, engine.isolate_default_scope = processor, restrict
-    async with serving(engine, ServerConfig(host=host, port=0, http_port=0)):
+    async with serving(engine, ServerConfig(host=host, port=0, http_port=0, allow_unauthenticated=True)):
         assert (engine.processor.resolve_scope("") is not None) == shares
         assert engine.processor.resolve_scope("mine") is not None

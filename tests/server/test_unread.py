@@ -13,7 +13,7 @@ import pytest
 from batchserve.config import ServerConfig
 from batchserve.engine import backpressure
 from batchserve.engine.backpressure import Backlog, BackpressureLimits
-from batchserve.types import GenerateCall, RequestOutput
+from batchserve.types import Delta, GenerateCall
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine
@@ -68,12 +68,13 @@ async def test_an_answer_that_nobody_reads_is_ended_after_its_time(method: str):
 
 async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(caplog: pytest.LogCaptureFixture):
     engine = answering()
-    long = await engine.answer(GenerateCall([5]))
+    short = engine.events
 
-    async def answer(call: GenerateCall) -> RequestOutput:
-        return replace(long, text="a" * (1 << 20))
+    async def events(call: GenerateCall, **options: Any) -> AsyncIterator[Any]:
+        async for event in short(call, **options):
+            yield replace(event, text="a" * (1 << 20)) if isinstance(event, Delta) else event
 
-    engine.answer = answer
+    engine.events = events
     async with (
         serving(engine, ServerConfig(port=0, http_port=0, unread_timeout_s=0.5)) as served,
         unread_by(served, True) as client,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchserve.engine.backpressure import Backlog
+from batchserve.engine.output_collector import collected
 from batchserve.errors import (
     EngineFaultError,
     InvalidRequestError,
@@ -16,6 +17,7 @@ from batchserve.errors import (
     UnreadAnswerError,
 )
 from batchserve.server.grpc.answers import to_generate_response, to_model_info, to_stats, to_stream_responses
+from batchserve.server.grpc.caller import CALLER
 from batchserve.server.grpc.convert import (
     check_num_tokens,
     from_generate_request,
@@ -23,6 +25,7 @@ from batchserve.server.grpc.convert import (
     with_path,
 )
 from batchserve.server.grpc.status import abort
+from batchserve.server.keys import Caller
 from batchserve.server.open_calls import OpenCalls
 from batchserve.server.request_log import CallRecord
 from batchserve.types import GenerateCall, Started
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
-    from batchserve.engine.async_engine import AsyncEngine
-
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"]
 SERVICE_NAME: str = SERVICE.full_name
 
@@ -43,8 +44,8 @@ SERVICE_NAME: str = SERVICE.full_name
 class GenerationServicer:
     """Implements every method of protos/batchserve/v1/generation.proto.
 
-    Unary methods write their answer as well, because the server
-    cannot tell whether the client reads an answer that a method returns.
+    Unary methods write their answer as well, because the server cannot tell whether the client reads an answer that a
+    method returns. The interceptor (wire.py) has found out who calls.
     """
 
     def __init__(self, version: str, calls: OpenCalls) -> None:
@@ -56,8 +57,8 @@ class GenerationServicer:
     ) -> None:
         """Answers with the complete output. Cancelling the call cancels this task, which aborts the request."""
         async with self._answering(context, request, "Generate") as call:
-            engine, asked = await self._accepted(request, call)
-            output = await engine.answer(asked)
+            asked = await self._accepted(request, call)
+            output = await collected(self._calls.events(call.caller, asked, is_whole=True))
             call.record.finished(output)
             await call.write(to_generate_response(output))
 
@@ -70,9 +71,9 @@ class GenerationServicer:
         frees the request at once. An async generator suspended at a yield would wait for the garbage collector.
         """
         async with self._answering(context, request, "StreamGenerate") as call:
-            engine, asked = await self._accepted(request, call)
+            asked = await self._accepted(request, call)
             is_finished = False
-            async with aclosing(engine.events(asked, backlog=call.backlog)) as events:
+            async with aclosing(self._calls.events(call.caller, asked, backlog=call.backlog)) as events:
                 async for event in events:
                     if isinstance(event, Started):
                         call.record.started(event)
@@ -123,22 +124,40 @@ class GenerationServicer:
         """Answers with the engine's load and counters. Waits for the engine's process for a few seconds at most."""
         async with self._answering(context, request, "GetStats") as call:
             call.record.level = logging.DEBUG
+            call.caller.check_admin("GetStats")
             await call.write(to_stats(await asyncio.to_thread(self._calls.engine.metrics.reading)))
 
-    async def _accepted(self, request: pb.GenerateRequest, call: Call) -> tuple[AsyncEngine, GenerateCall]:
-        """Returns the engine and what to ask it."""
+    async def ClearDraftScope(
+        self, request: pb.ClearDraftScopeRequest, context: grpc.aio.ServicerContext[Any, pb.ClearDraftScopeResponse]
+    ) -> None:
+        """Clears what the requests of one of the caller's draft scopes have shared."""
+        async with self._answering(context, request, "ClearDraftScope") as call:
+            await self._calls.engine.clear_draft_scope(request.draft_scope, call.caller.tenant)
+            await call.write(pb.ClearDraftScopeResponse())
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, pb.DrainResponse]) -> None:
+        """Ends the server as SIGTERM does, once this call is answered."""
+        async with self._answering(context, request, "Drain") as call:
+            call.caller.check_admin("Drain")
+            await call.write(pb.DrainResponse())
+            self._calls.stop_asked.set()
+
+    async def _accepted(self, request: pb.GenerateRequest, call: Call) -> GenerateCall:
+        """Returns what the engine is asked."""
         call.record.asked(request.request_id)
-        engine = self._calls.engine
-        asked = from_generate_request(request, engine.info.max_model_len, call.context.time_remaining())
-        await self._calls.wait_cancelled(request.request_id)
-        return engine, asked
+        max_model_len = self._calls.engine.info.max_model_len
+        asked = from_generate_request(request, max_model_len, call.context.time_remaining())
+        await self._calls.wait_cancelled(request.request_id, call.caller)
+        return asked
 
     @asynccontextmanager
     async def _answering(
         self, context: grpc.aio.ServicerContext[Any, Any], request: Message, method: str
     ) -> AsyncIterator[Call]:
         """Counts and logs one call. An error raised inside ends the call with the error's status."""
-        call = Call(context, CallRecord(method, context.peer()), Backlog(self._calls.unread))
+        caller = CALLER.get()
+        record = CallRecord(method, context.peer(), tenant=caller.tenant)
+        call = Call(context, caller, record, Backlog(self._calls.unread))
         with self._calls.counted():
             try:
                 with call.backlog:
@@ -158,6 +177,7 @@ class Call:
     """A call in progress."""
 
     context: grpc.aio.ServicerContext[Any, Any]
+    caller: Caller
     record: CallRecord
     backlog: Backlog
     _has_begun: bool = False

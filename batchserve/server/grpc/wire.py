@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from batchserve.errors import BatchserveError, DeadlineExceededError, InvalidRequestError
+from batchserve.server.grpc.caller import CALLER
 from batchserve.server.grpc.convert import refuse_unknown_fields
 from batchserve.server.grpc.status import abort
 from batchserve.server.grpc.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes, malformed
@@ -104,6 +105,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
         async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             try:
+                CALLER.set(self._calls.keys.caller(dict(context.invocation_metadata() or ()).get("authorization")))
                 data = await self._checked(context, name)
                 message = parse(data)
                 if len(data) <= SMALL_MESSAGE_BYTES:  # check_sizes has seen every field of a larger one

@@ -35,7 +35,7 @@ def make_app(front: Front, guard: HostGuard, status: ServingStatus, metrics: Met
         """Returns a route, and one that refuses other methods."""
         has_body = path in POSTED
         method = "POST" if has_body else "GET"
-        endpoint = partial(Endpoint, front.calls, guard, bodies, level=level)
+        endpoint = partial(Endpoint, front.calls, guard, bodies, level=level, needs_key=path not in OPEN)
         return [
             Route(path, endpoint(path, answer, has_body=has_body), methods=[method]),
             Route(path, endpoint(path, partial(service.wrong_method, method), has_body=False)),
@@ -58,4 +58,5 @@ def make_app(front: Front, guard: HostGuard, status: ServingStatus, metrics: Met
     return Starlette(routes=routes)
 
 
+OPEN = ("/health", "/ready")  # also to those without a key
 POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")

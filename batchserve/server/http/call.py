@@ -23,6 +23,7 @@ from batchserve.server.http.limits import (
     abort_of,
     too_large,
 )
+from batchserve.server.keys import Caller
 from batchserve.server.request_log import CallRecord
 from batchserve.types import Started
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from batchserve.engine.async_engine import AsyncEngine
     from batchserve.server.http.guard import HostGuard
     from batchserve.server.http.limits import Bodies
     from batchserve.server.open_calls import OpenCalls
@@ -56,8 +56,12 @@ class HttpCall:
     names: how fields are called over HTTP whose names differ, for errors; the call's handler fills them in.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, record: CallRecord, backlog: Backlog) -> None:
+    def __init__(
+        self, calls: OpenCalls, scope: Scope, receive: Receive, send: Send, record: CallRecord, backlog: Backlog
+    ) -> None:
         self.record, self.backlog = record, backlog
+        self.caller = Caller()  # until it is known
+        self._calls = calls
         self.headers = Headers(scope=scope)
         self.path, self.path_params = scope["path"], scope.get("path_params", {})
         self.names: dict[str, str] = {}
@@ -91,13 +95,17 @@ class HttpCall:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def events(
-        self, engine: AsyncEngine, generation: GenerateCall, is_streaming: bool
-    ) -> AsyncGenerator[Started | Delta, None]:
+    def authenticate(self) -> None:
+        """Finds out who calls. Raises UnauthenticatedError."""
+        self.caller = self._calls.keys.caller(self.headers.get("authorization"))
+        self.record.tenant = self.caller.tenant
+
+    async def events(self, generation: GenerateCall, is_streaming: bool) -> AsyncGenerator[Started | Delta, None]:
         """Yields the engine's events: each step's, or one of each whole sample. Raises what the engine raises."""
         num_open = generation.num_samples
         backlog = self.backlog if is_streaming else None
-        async with aclosing(engine.events(generation, backlog=backlog, is_whole=not is_streaming)) as events:
+        found = self._calls.events(self.caller, generation, backlog=backlog, is_whole=not is_streaming)
+        async with aclosing(found) as events:
             async for event in events:
                 if isinstance(event, Started):
                     self.record.started(event)
@@ -206,7 +214,8 @@ class HttpCall:
 class Endpoint:
     """An ASGI application for one route. It counts, logs and ends each call; what it raises ends the call.
 
-    answer: gets the call, and the fields of its body if has_body. level: of the log line of a call that succeeds.
+    answer: gets the call, and the fields of its body if has_body. needs_key: a key, where there are keys. level: of the
+    log line of a call that succeeds.
     """
 
     def __init__(
@@ -218,18 +227,22 @@ class Endpoint:
         answer: Callable[..., Awaitable[None]],
         *,
         has_body: bool = True,
+        needs_key: bool = True,
         level: int = logging.INFO,
     ) -> None:
         self._calls, self._guard, self._bodies = calls, guard, bodies
-        self._name, self._answer, self._has_body, self._level = name, answer, has_body, level
+        self._name, self._answer, self._level = name, answer, level
+        self._has_body, self._needs_key = has_body, needs_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
         record = CallRecord(self._name, f"{client[0]}:{client[1]}" if client else "", self._level)
-        call = HttpCall(scope, receive, send, record, Backlog(self._calls.unread))
+        call = HttpCall(self._calls, scope, receive, send, record, Backlog(self._calls.unread))
         with self._calls.counted(), call.backlog:
             try:
                 self._guard.check(call.headers)
+                if self._needs_key:
+                    call.authenticate()
                 if self._has_body:
                     fields = await call.fields(self._bodies, self._max_body_bytes())
                     await _unless_gone(self._answer(call, fields), call)  # type: ignore[arg-type]

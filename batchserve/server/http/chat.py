@@ -39,7 +39,7 @@ async def chat_completions(front: Front, call: HttpCall, fields: Fields) -> None
     asked, tools, chat = read_chat(front, fields)
     call.names = NAMES | asked.names
     call.record.asked(asked.request_id)
-    answer_id = await front.identify(asked, "chatcmpl")
+    answer_id = await front.identify(call.caller, asked, "chatcmpl")
     prediction = await front.predicted(asked)
     names = TokenNames(front.token_bytes, asked.names_token_ids)
     make_parser = tools.parser_of(front.chat_facts, front.tool_call_parser)
@@ -52,7 +52,7 @@ async def chat_completions(front: Front, call: HttpCall, fields: Fields) -> None
         "model": front.engine.info.name,
         "system_fingerprint": None,
     }
-    async with aclosing(call.events(front.engine, generation, asked.is_streaming)) as events:
+    async with aclosing(call.events(generation, asked.is_streaming)) as events:
         async for event in events:
             if isinstance(event, Started):
                 answer.started(event, make_parser)

@@ -38,7 +38,7 @@ async def completions(front: Front, call: HttpCall, fields: Fields) -> None:
     asked, prompts = read_completion(fields)
     call.names = asked.names
     call.record.asked(asked.request_id)
-    answer_id = await front.identify(asked, "cmpl")
+    answer_id = await front.identify(call.caller, asked, "cmpl")
     prediction = await front.predicted(asked)
     if "max_tokens" not in asked.sampling:
         prompts = [await _tokens(front, prompt) for prompt in prompts]
@@ -55,7 +55,7 @@ async def completions(front: Front, call: HttpCall, fields: Fields) -> None:
         "model": front.engine.info.name,
         "system_fingerprint": None,
     }
-    async with aclosing(_all_events(front, call, generations, asked.is_streaming)) as events:
+    async with aclosing(_all_events(call, generations, asked.is_streaming)) as events:
         async for prompt, event in events:
             for choice in answer.add(prompt, event):
                 await call.event({**head, **choice})
@@ -116,11 +116,11 @@ def _generation(front: Front, asked: Asked, prompt: str | list[int], suffix: str
 
 
 async def _all_events(
-    front: Front, call: HttpCall, generations: Sequence[GenerateCall], is_streaming: bool
+    call: HttpCall, generations: Sequence[GenerateCall], is_streaming: bool
 ) -> AsyncGenerator[tuple[int, Started | Delta], None]:
     """Yields the events of all prompts with the prompt's index, as they come. An error of one ends all."""
     if len(generations) == 1:
-        async with aclosing(call.events(front.engine, generations[0], is_streaming)) as events:
+        async with aclosing(call.events(generations[0], is_streaming)) as events:
             async for event in events:
                 yield 0, event
         return
@@ -128,7 +128,7 @@ async def _all_events(
     queue: asyncio.Queue[tuple[int, Started | Delta] | None] = asyncio.Queue(1)
 
     async def follow(prompt: int, generation: GenerateCall) -> None:
-        async with aclosing(call.events(front.engine, generation, is_streaming)) as events:
+        async with aclosing(call.events(generation, is_streaming)) as events:
             async for event in events:
                 await queue.put((prompt, event))
 

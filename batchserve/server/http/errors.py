@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from batchserve.errors import BatchserveError, InvalidRequestError
+from batchserve.errors import BatchserveError, InvalidRequestError, UnauthenticatedError
 from batchserve.server.error_table import code_of, message_of, reason_of, retry_after_s
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _CODES = {
     "CONTEXT_EXCEEDED": "context_length_exceeded",
     "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
     "UNKNOWN_MODEL": "model_not_found",
 }
 _TYPES = {429: "rate_limit_error", 504: "timeout_error"}
@@ -41,6 +42,8 @@ def headers_of(error: Exception) -> dict[str, str]:
     """Returns the headers of an error's response: after which time a client may try again."""
     if isinstance(error, HttpRefusal):
         return {**error.headers}
+    if isinstance(error, UnauthenticatedError):
+        return {"www-authenticate": "Bearer"}
     seconds = retry_after_s(error)
     if seconds is None:
         return {}

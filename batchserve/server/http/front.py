@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.server.http.generation import Asked
+    from batchserve.server.keys import Caller
     from batchserve.server.open_calls import OpenCalls
 
 
@@ -52,10 +53,10 @@ class Front:
         asked.speculation["references"] = [*given, token_ids]
         return token_ids
 
-    async def identify(self, asked: Asked, prefix: str) -> str:
+    async def identify(self, caller: Caller, asked: Asked, prefix: str) -> str:
         """Gives a request an id if it has none, and returns the id of its answer."""
         if asked.request_id:
-            await self.calls.wait_cancelled(asked.request_id)
+            await self.calls.wait_cancelled(asked.request_id, caller)
         else:
             asked.request_id = uuid.uuid4().hex
         return f"{prefix}-{asked.request_id}"

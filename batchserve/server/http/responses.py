@@ -30,7 +30,7 @@ async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
     asked, tools, chat, shown = read_response(front, fields)
     call.names = NAMES | asked.names
     call.record.asked(asked.request_id)
-    answer_id = await front.identify(asked, "resp")
+    answer_id = await front.identify(call.caller, asked, "resp")
     generation = asked.call(chat)
     usage = UsageCount(prediction=await front.predicted(asked))
     make_parser = tools.parser_of(front.chat_facts, front.tool_call_parser)
@@ -38,7 +38,7 @@ async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
     items = ResponseItems(answer_id, names, make_parser() if make_parser else None, is_parallel=tools.is_parallel)
     body = _head(front, answer_id, asked, fields, shown)
     number = 0
-    async with aclosing(call.events(front.engine, generation, asked.is_streaming)) as events:
+    async with aclosing(call.events(generation, asked.is_streaming)) as events:
         async for event in events:
             if isinstance(event, Started):
                 usage.started(0, event.prompt_tokens)

@@ -95,6 +95,7 @@ async def _state(status: ServingStatus, call: HttpCall, *, is_well: bool) -> Non
 
 async def metrics(text: MetricsText, call: HttpCall) -> None:
     """Returns the figures for Prometheus. They may wait for the engine's process for some seconds."""
+    call.caller.check_admin("/metrics")
     status, content_type, body = await asyncio.to_thread(text.read, call.headers.get("accept", ""))
     await call.answer_bytes(body, content_type, status)
 
