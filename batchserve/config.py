@@ -384,6 +384,7 @@ class ServerConfig:
     max_unread_deltas: int = 1024
     has_reflection: bool = True
     metrics_port: int | None = None
+    has_tenant_metrics: bool = False
     has_engine_process: bool = True
     log_level: str = "info"
     log_format: str = "text"
@@ -399,7 +400,7 @@ class ServerConfig:
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError(f"tls_client_ca = {self.tls_client_ca!r}: must be with tls_certificate and tls_key")
         at_least("max_receive_bytes", self.max_receive_bytes, 1024, MAX_RECEIVE_BYTES)
-        for name in ("has_reflection", "has_engine_process", "has_http", "allow_unauthenticated"):
+        for name in ("has_reflection", "has_engine_process", "has_http", "allow_unauthenticated", "has_tenant_metrics"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: must be True or False")
         number("drain_timeout_s", self.drain_timeout_s, 0.0)

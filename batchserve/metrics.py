@@ -61,6 +61,32 @@ FAILED_CALLS = {  # a counter by reason, of the server's
 AGE = {  # a gauge, where there is an engine
     "reading_age_seconds": "How old these figures are: more than a moment where the engine does not answer.",
 }
+TENANTS = {  # counters by tenant, of the server's, if they are asked for
+    "tenant_requests_total": "Requests of a tenant that its limits let in; each sample of a prompt is one.",
+    "tenant_refused_total": "Requests of a tenant that its limits refused.",
+    "tenant_prompt_tokens_total": "Prompt tokens of a tenant's requests.",
+    "tenant_completion_tokens_total": "Tokens that a tenant's callers were given.",
+}
+TENANT_LOAD = {  # a gauge by tenant
+    "tenant_requests_in_flight": "Requests of a tenant in the engine, running or waiting.",
+}
+VLLM = {  # vLLM's names for figures with the same meaning
+    "requests_running": "vllm:num_requests_running",
+    "requests_waiting": "vllm:num_requests_waiting",
+    "prompt_tokens_total": "vllm:prompt_tokens_total",
+    "completion_tokens_total": "vllm:generation_tokens_total",
+    "preemptions_total": "vllm:num_preemptions_total",
+    "prefix_queried_tokens_total": "vllm:prefix_cache_queries_total",
+    "prefix_hit_tokens_total": "vllm:prefix_cache_hits_total",
+    "draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_draft_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
+    "time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "request_seconds": "vllm:e2e_request_latency_seconds",
+    "request_queue_seconds": "vllm:request_queue_time_seconds",
+}
+VLLM_KV_USAGE = "vllm:kv_cache_usage_perc"  # used over total, in 0..1
 LOAD = {  # gauges, read when they are asked for
     "requests_running": "Requests that have K/V memory.",
     "requests_waiting": "Requests that wait for a place or for K/V memory, those that were preempted included.",
@@ -87,12 +113,12 @@ TOKEN_BOUNDS = (
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Arrival to first token.", REQUEST_BOUNDS),
     "time_per_output_token_seconds": (
-        "First to last token over the tokens behind the first, of finished requests.",
+        "First to last token over the tokens after the first, of finished requests.",
         TOKEN_BOUNDS,
     ),
     "inter_token_latency_seconds": (
         "Time since a request's step before; n tokens of one step count as n of an n-th each. Before stop strings are "
-        "searched for: tokens behind one count, too.",
+        "searched for: tokens after one count, too.",
         TOKEN_BOUNDS,
     ),
     "request_seconds": ("Arrival to last token, of finished requests.", REQUEST_BOUNDS),

@@ -264,6 +264,7 @@ SERVER_OPTIONS = {
         "serve Prometheus metrics (/metrics) and the server's health (/healthz) over HTTP on this port of --host",
         default_text="off",
     ),
+    "has_tenant_metrics": Option("give metrics by tenant, too"),
     "log_level": Option("the least severe level to log; info has a line for each request", LOG_LEVELS),
     "log_format": Option("the format of log lines; json: one JSON object per line", LOG_FORMATS),
 }

@@ -48,7 +48,9 @@ class GenerationServer:
         unread = BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s)
         self._calls = OpenCalls(unread, KeyStore(config.keys, anybody))
         self._status = ServingStatus()
-        self._metrics = MetricsText(self._calls.failed_calls)
+        self._metrics = MetricsText(
+            self._calls.failed_calls, self._calls.tenants if config.has_tenant_metrics else None
+        )
         self._endpoint: MetricsEndpoint | None = None
         self._grpc = GrpcServer(config, version, self._calls)
         self._http = HttpServer(config, version, self._calls, self._status, self._metrics) if config.has_http else None
@@ -59,7 +61,7 @@ class GenerationServer:
         self._check_exposure()
         if self._config.metrics_port is not None:
             address = self._config.host, self._config.metrics_port
-            self._endpoint = MetricsEndpoint(*address, self._metrics, self._status)
+            self._endpoint = MetricsEndpoint(*address, self._metrics, self._status, self._calls.keys)
             logger.info("metrics on http://%s", self._endpoint.address)
         if self._http is not None:
             self.http_address = await self._http.bind()
@@ -73,7 +75,7 @@ class GenerationServer:
         self._engine = engine
         if not self._is_loopback and not self._calls.keys.has_keys:
             engine.isolate_default_scope()
-        self._metrics.show(engine.metrics)
+        self._metrics.show(engine.metrics, engine.info.name)
         self._calls.open(engine)
         self._watching = asyncio.create_task(self._watch(engine))
         await self._set_serving(None)

@@ -11,12 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
-from batchserve.errors import ConfigError
+from batchserve.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from batchserve.hosts import join_address
+from batchserve.server.error_table import code_of
 from batchserve.server.metrics_text import PLAIN_TEXT
 
 if TYPE_CHECKING:
     from batchserve.server.health import ServingStatus
+    from batchserve.server.keys import KeyStore
     from batchserve.server.metrics_text import MetricsText
 
 logger = logging.getLogger(__name__)
@@ -25,10 +27,13 @@ METHODS = ("GET", "HEAD")
 
 
 class MetricsEndpoint:
-    """Serves /metrics and /healthz from its own thread until closed. Port 0 picks a free port. Raises ConfigError."""
+    """Serves /metrics and /healthz from its own thread until closed. Port 0 picks a free port. Raises ConfigError.
 
-    def __init__(self, host: str, port: int, metrics: MetricsText, status: ServingStatus) -> None:
-        self._metrics, self._status = metrics, status
+    With keys, /metrics needs an admin's.
+    """
+
+    def __init__(self, host: str, port: int, metrics: MetricsText, status: ServingStatus, keys: KeyStore) -> None:
+        self._metrics, self._status, self._keys = metrics, status, keys
         try:
             self._server = _HttpServer((host, port), self)
         except (OSError, OverflowError) as error:  # OverflowError: port number out of range
@@ -47,9 +52,13 @@ class MetricsEndpoint:
         self._server.server_close()
         self._thread.join()
 
-    def answer(self, path: str, accept: str) -> tuple[int, str, bytes]:
+    def answer(self, path: str, accept: str, authorization: str | None = None) -> tuple[int, str, bytes]:
         """Returns (status, content type, body) for a path."""
         if path == "/metrics":
+            try:
+                self._keys.caller(authorization).check_admin("/metrics")
+            except (UnauthenticatedError, PermissionDeniedError) as error:
+                return code_of(error).value, PLAIN_TEXT, f"{error}\n".encode()
             return self._metrics.read(accept)
         if path == "/healthz":
             trouble = self._status.trouble
@@ -101,7 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers GET, and HEAD without the body."""
         path = self.path.partition("?")[0]
-        self._send(*self.server.endpoint.answer(path, self.headers.get("Accept", "")))
+        accept, authorization = self.headers.get("Accept", ""), self.headers.get("Authorization")
+        self._send(*self.server.endpoint.answer(path, accept, authorization))
 
     do_HEAD = do_GET
 

@@ -6,7 +6,7 @@ import logging
 import re
 from http import HTTPStatus
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,13 +24,20 @@ from batchserve.metrics import (
     HISTOGRAMS,
     LOAD,
     PREFIX,
+    TENANT_LOAD,
+    TENANTS,
+    VLLM,
+    VLLM_KV_USAGE,
     Histogram,
+    MetricsReading,
     MetricsSource,
 )
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator, Mapping
+
+    from batchserve.server.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 ACCEPT_VERSION = re.compile(r"version=([^;,]*)")
@@ -39,16 +46,18 @@ PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsText:
-    """Before `show` the only metric is the number of failed calls by reason."""
+    """Before `show` the only metrics are the server's own: failed calls by reason, and tenants if they are given."""
 
-    def __init__(self, failed_calls: Counter[str]) -> None:
+    def __init__(self, failed_calls: Counter[str], tenants: Tenants | None = None) -> None:
         self._is_faulty = False
         self._registry = CollectorRegistry()
         self._registry.register(_FailedCallsCollector(failed_calls))
+        if tenants is not None:
+            self._registry.register(_TenantCollector(tenants))
 
-    def show(self, metrics: MetricsSource) -> None:
-        """Adds the engine's metrics."""
-        self._registry.register(_EngineCollector(metrics))
+    def show(self, metrics: MetricsSource, model: str) -> None:
+        """Adds the engine's metrics, also under vLLM's names, which have the model as a label."""
+        self._registry.register(_EngineCollector(metrics, model))
 
     def read(self, accept: str) -> tuple[int, str, bytes]:
         """Returns (status, content type, body) for an Accept header. May wait for the engine's process for seconds."""
@@ -74,9 +83,28 @@ class _FailedCallsCollector(Collector):
         yield _counter(FAILED_CALLS, "reason", dict(self._failed_calls))
 
 
+class _TenantCollector(Collector):
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[Metric]:
+        by_name = dict(self._tenants.by_name)
+        for name, text in TENANTS.items():
+            family = CounterMetricFamily(PREFIX + name, text, labels=("tenant",))
+            for tenant, found in by_name.items():
+                count = getattr(found.counts, name.removeprefix("tenant_").removesuffix("_total"))
+                family.add_metric((tenant,), count)
+            yield family
+        ((name, text),) = TENANT_LOAD.items()
+        load = GaugeMetricFamily(PREFIX + name, text, labels=("tenant",))
+        for tenant, found in by_name.items():
+            load.add_metric((tenant,), found.num_in_flight)
+        yield load
+
+
 class _EngineCollector(Collector):
-    def __init__(self, metrics: MetricsSource) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: MetricsSource, model: str) -> None:
+        self._metrics, self._model = metrics, model
 
     def collect(self) -> Iterator[Metric]:
         read = self._metrics.reading()
@@ -101,6 +129,27 @@ class _EngineCollector(Collector):
         for name, (text, _) in HISTOGRAMS.items():
             histogram = read.histograms[name]
             yield HistogramMetricFamily(PREFIX + name, text, buckets=_buckets(histogram), sum_value=histogram.total)
+        yield from self._for_vllm(read)
+
+    def _for_vllm(self, read: MetricsReading) -> Iterator[Metric]:
+        """Yields figures under the names that dashboards for vLLM ask for."""
+        labels, model = ("model_name",), (self._model,)
+        for name, alias in VLLM.items():
+            same = f"The same as {PREFIX}{name}."
+            if name in HISTOGRAMS:
+                family: Any = HistogramMetricFamily(alias, same, labels=labels)
+                histogram = read.histograms[name]
+                family.add_metric(model, _buckets(histogram), histogram.total)
+            elif name in LOAD:
+                family = GaugeMetricFamily(alias, same, labels=labels)
+                family.add_metric(model, read.load.get(name, 0.0))
+            else:
+                family = CounterMetricFamily(alias, same, labels=labels)
+                family.add_metric(model, read.values[name])
+            yield family
+        usage = GaugeMetricFamily(VLLM_KV_USAGE, f"{PREFIX}kv_used_tokens over {PREFIX}kv_total_tokens.", labels=labels)
+        usage.add_metric(model, read.load.get("kv_used_tokens", 0.0) / (read.load.get("kv_total_tokens") or 1.0))
+        yield usage
 
 
 def _counter(described: Mapping[str, str], label: str, counts: Mapping[str, int]) -> Metric:

@@ -90,9 +90,12 @@ async def test_it_answers_and_counts_as_in_this_process(tiny_model: dict[str, Pa
     assert numbers["requests_running"] == numbers["requests_waiting"] == numbers["kv_used_tokens"] == 0
     assert engine.metrics.reading().acceptance["mixture"].tested[0] > 0
     text = MetricsText(Counter())
-    text.show(engine.metrics)
+    text.show(engine.metrics, "tiny")
     page = (await asyncio.to_thread(text.read, ""))[2].decode()
     assert "batchserve_requests_finished_total 6.0" in page
+    assert 'vllm:num_requests_running{model_name="tiny"} 0.0' in page
+    assert 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0' in page
+    assert 'vllm:time_to_first_token_seconds_count{model_name="tiny"} ' in page
     assert 'batchserve_tested_edges_total{depth="1",drafter="mixture"}' in page
 
     # Scopes are cleared there, and it can be asked whether it is alive.

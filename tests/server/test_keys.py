@@ -92,7 +92,7 @@ async def test_calls_need_a_key(keys: dict[str, str], caplog: pytest.LogCaptureF
 
 async def test_only_admins_see_all_and_drain(keys: dict[str, str]):
     engine: Any = FakeEngine()
-    async with serving(engine, config(keys)) as served:
+    async with serving(engine, config(keys, metrics_port=0)) as served:
         stub = served.client.stub
         for call, message in ((stub.GetStats, pb.GetStatsRequest()), (stub.Drain, pb.DrainRequest())):
             failed = await failure_of(call(message, metadata=bearer(keys["a"])))
@@ -101,6 +101,13 @@ async def test_only_admins_see_all_and_drain(keys: dict[str, str]):
         assert (refused.status, refused.error["code"]) == (403, "permission_denied")
         assert (await request(served.url, "/metrics", Authorization=f"Bearer {keys['admin']}")).status == 200
         await served.client.stub.GetStats(pb.GetStatsRequest(), metadata=bearer(keys["admin"]))
+        endpoint = served.server._endpoint
+        assert endpoint is not None
+        for key, status in (("a", 403), ("admin", 200)):
+            headers = {"Authorization": f"Bearer {keys[key]}"}
+            assert (await request(f"http://{endpoint.address}", "/metrics", **headers)).status == status
+        assert (await request(f"http://{endpoint.address}", "/metrics")).status == 401
+        assert (await request(f"http://{endpoint.address}", "/healthz")).status == 200
         assert not served.server.stop_asked.is_set()
         await served.client.stub.Drain(pb.DrainRequest(), metadata=bearer(keys["admin"]))
         assert served.server.stop_asked.is_set()
@@ -177,7 +184,7 @@ async def test_request_ids_and_forks_are_a_tenants_own(serve_tiny: Serve, keys: 
 
 async def test_limits_of_a_tenant(keys: dict[str, str]):
     engine: Any = FakeEngine()
-    async with serving(engine, config(keys)) as served:
+    async with serving(engine, config(keys, has_tenant_metrics=True)) as served:
 
         def call(key: str, timeout: float | None = None) -> Awaitable[Any]:
             return asyncio.ensure_future(
@@ -202,6 +209,10 @@ async def test_limits_of_a_tenant(keys: dict[str, str]):
         engine.go_on.set()
         assert [(await each).text for each in (first, second, others)] == ["ab"] * 3
         assert (tenant.num_in_flight, len(tenant.waiting), tenant.counts.refused) == (0, 0, 2)
+        figures = (await request(served.url, "/metrics", Authorization=f"Bearer {keys['admin']}")).body.decode()
+        assert 'batchserve_tenant_requests_total{tenant="few"} 2.0' in figures
+        assert 'batchserve_tenant_refused_total{tenant="few"} 2.0' in figures
+        assert 'batchserve_tenant_requests_in_flight{tenant="a"} 0.0' in figures
         # An answer takes five tokens with its prompt: the third one takes more than there are.
         assert [(await call("poor")).text for _ in range(3)] == ["ab"] * 3
         failed = await failure_of(call("poor"))

@@ -36,6 +36,7 @@ from batchserve.metrics import (
 from batchserve.server import lifecycle, metrics_endpoint
 from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.health import ServingStatus
+from batchserve.server.keys import Caller, KeyStore
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.metrics_text import MetricsText
 from batchserve.types import Timing
@@ -285,7 +286,9 @@ async def test_listens_on_ipv6_loopback():
 
 async def test_who_asks_for_nothing_keeps_no_thread_of_the_metrics(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.05)
-    endpoint = metrics_endpoint.MetricsEndpoint("127.0.0.1", 0, MetricsText(Counter()), ServingStatus())
+    endpoint = metrics_endpoint.MetricsEndpoint(
+        "127.0.0.1", 0, MetricsText(Counter()), ServingStatus(), KeyStore(None, Caller())
+    )
     try:
         with socket.create_connection(endpoint.address.rsplit(":", 1), timeout=10) as silent:
             assert await asyncio.to_thread(silent.recv, 1) == b"", "it is closed"

@@ -157,7 +157,7 @@ async def test_a_fault_of_the_figures_is_logged_when_it_begins(caplog: pytest.Lo
 
     collectors = server._metrics._registry._collector_to_names
     broken: Any = Broken()
-    collectors[_EngineCollector(broken)] = []  # as it is once a sound one has broken
+    collectors[_EngineCollector(broken, "model")] = []  # as it is once a sound one has broken
     for _ in range(3):
         assert await asyncio.to_thread(ask, address, "/metrics") == (500, "the figures cannot be read")
     await server.drain()
