@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.cache_command import add_cache_parser
-from batchserve.config import DTYPES, DraftConfig, EngineConfig, ServerConfig, default_cache_dir
+from batchserve.config import DTYPES, DraftConfig, EngineConfig, default_cache_dir
 from batchserve.engine.launch import LaunchedProcess
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
@@ -41,6 +41,7 @@ from batchserve.options import (
     make_config,
 )
 from batchserve.progress import progress
+from batchserve.server_config import ServerConfig
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
 
 if TYPE_CHECKING:

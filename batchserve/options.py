@@ -22,17 +22,15 @@ from batchserve.config import (
     GENERATION_CONFIGS,
     ITL_INFLATION,
     JSON_WHITESPACES,
-    LOG_FORMATS,
-    LOG_LEVELS,
     LOGPROBS_MODES,
     PRIVATE_SCOPE,
     PROMPT_INFLATION,
-    TOOL_CALL_PARSERS,
     TRIE_MODES,
     DraftConfig,
     EngineConfig,
 )
 from batchserve.native.instruction_set import INSTRUCTION_SETS
+from batchserve.server_config import LOG_FORMATS, LOG_LEVELS, TOOL_CALL_PARSERS
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -267,6 +265,12 @@ SERVER_OPTIONS = {
     "has_tenant_metrics": Option("give metrics by tenant, too"),
     "log_level": Option("the least severe level to log; info has a line for each request", LOG_LEVELS),
     "log_format": Option("the format of log lines; json: one JSON object per line", LOG_FORMATS),
+    "has_prompt_logs": Option("log prompts and answers, too, in the lines of requests"),
+    "otlp_endpoint": Option(
+        "the URL of an OpenTelemetry collector that gets a trace of each call, such as http://HOST:4318/v1/traces; "
+        "needs batchserve[tracing]",
+        default_text="none",
+    ),
 }
 _KINDS: dict[Any, type] = {
     **{int: int, float: float, str: str},

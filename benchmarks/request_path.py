@@ -18,10 +18,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import batchserve
-from batchserve.config import EngineConfig, ServerConfig
+from batchserve.config import EngineConfig
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.engine_core import EngineCore
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server_config import ServerConfig
 from batchserve.v1 import generation_pb2 as pb
 from benchmarks.common import chat_prompts, write_results
 

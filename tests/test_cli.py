@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from batchserve import cli, generate_command
 from batchserve.cli import main
-from batchserve.config import DraftConfig, EngineConfig, MiB, ServerConfig, UnchosenScope
+from batchserve.config import DraftConfig, EngineConfig, MiB, UnchosenScope
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.options import (
@@ -32,6 +32,7 @@ from batchserve.options import (
 )
 from batchserve.runner.model_folder import resolve_model
 from batchserve.server import lifecycle
+from batchserve.server_config import ServerConfig
 from tests.server.harness import serving
 
 
@@ -115,6 +116,8 @@ def _other_value(name: str, default: Any, option: Option) -> Any:
         *COMPANIONS,
     ):
         return "other"
+    if name == "otlp_endpoint":
+        return "http://other:4318"
     if name == "gpu_memory_utilization":
         return 0.5
     if name == "num_threads":  # bounded by the processors that there are

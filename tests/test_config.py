@@ -12,19 +12,12 @@ import pytest
 
 from batchserve.bench.tokenizer import load_encoder
 from batchserve.cli import _add_warm_flags
-from batchserve.config import (
-    MAX_BRANCH_LENGTH,
-    MAX_MIN_MATCH,
-    MAX_SCOPE_CHARS,
-    MAX_THREADS,
-    DraftConfig,
-    EngineConfig,
-    ServerConfig,
-)
+from batchserve.config import MAX_BRANCH_LENGTH, MAX_MIN_MATCH, MAX_SCOPE_CHARS, MAX_THREADS, DraftConfig, EngineConfig
 from batchserve.errors import ConfigError
 from batchserve.files import parse_path
 from batchserve.generate_command import _text_of_file
 from batchserve.option_checks import MAX_TOKENS
+from batchserve.server_config import ServerConfig
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import ServerConfig
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server_config import ServerConfig
 from tests.server.fakes import FakeEngine
 
 WITHOUT = """

@@ -21,12 +21,13 @@ from batchserve.server.metrics_text import MetricsText
 from batchserve.server.open_calls import OpenCalls
 from batchserve.server.stall_watch import watch_for_stalls
 from batchserve.server.tasks import either
+from batchserve.server.tracing import Tracing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from batchserve.config import ServerConfig
     from batchserve.engine.async_engine import AsyncEngine
+    from batchserve.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,13 @@ class GenerationServer:
     """Call bind(), open(engine), drain(). Before open and from drain on, requests get UNAVAILABLE with RetryInfo."""
 
     def __init__(self, config: ServerConfig, version: str) -> None:
-        self._config = config
+        self._config, self._version = config, version
         self._engine: AsyncEngine | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_loopback = is_loopback(config.host)
         anybody = Caller(is_admin=self._is_loopback, max_priority=NO_PRIORITY_BOUND)
         unread = BackpressureLimits(config.max_unread_deltas, config.unread_timeout_s)
-        self._calls = OpenCalls(unread, KeyStore(config.keys, anybody))
+        self._calls = OpenCalls(unread, KeyStore(config.keys, anybody), logs_prompts=config.has_prompt_logs)
         self._status = ServingStatus()
         self._metrics = MetricsText(
             self._calls.failed_calls, self._calls.tenants if config.has_tenant_metrics else None
@@ -76,6 +77,8 @@ class GenerationServer:
         if not self._is_loopback and not self._calls.keys.has_keys:
             engine.isolate_default_scope()
         self._metrics.show(engine.metrics, engine.info.name)
+        if self._config.otlp_endpoint is not None:
+            self._calls.tracing = Tracing.to(self._config.otlp_endpoint, self._version, engine.info.name)
         self._calls.open(engine)
         self._watching = asyncio.create_task(self._watch(engine))
         await self._set_serving(None)
@@ -105,6 +108,9 @@ class GenerationServer:
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+        if self._calls.tracing is not None:
+            await asyncio.to_thread(self._calls.tracing.shutdown)
+            self._calls.tracing = None
         return is_drained
 
     def reload(self) -> None:

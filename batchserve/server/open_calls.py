@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from contextlib import aclosing, contextmanager
@@ -10,16 +11,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchserve.engine.arguments import seconds_of
-from batchserve.errors import UnavailableError
+from batchserve.errors import EngineFaultError, UnavailableError
+from batchserve.server.request_log import CallRecord
 from batchserve.server.tenants import Tenants
+from batchserve.server.tracing import CONTEXT_HEADERS
 from batchserve.types import Started, check_priority
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator
+    from collections.abc import AsyncGenerator, Iterator, Mapping
 
     from batchserve.engine.async_engine import AsyncEngine
     from batchserve.engine.backpressure import Backlog, BackpressureLimits
     from batchserve.server.keys import Caller, KeyStore
+    from batchserve.server.tracing import Tracing
     from batchserve.types import Delta, GenerateCall
 
 # A cancellation may reach the server slightly later than the client's next call with the same request id. It passes
@@ -32,11 +36,13 @@ class OpenCalls:
     unread answers. stop_asked: set when a call, or a signal, asks for the server's end.
     """
 
-    def __init__(self, unread: BackpressureLimits, keys: KeyStore) -> None:
+    def __init__(self, unread: BackpressureLimits, keys: KeyStore, *, logs_prompts: bool = False) -> None:
         self.unread, self.keys, self.tenants = unread, keys, Tenants()
         self.num_calls = 0  # received, answered or not
         self.failed_calls = Counter[str]()  # by reason
         self.stop_asked = asyncio.Event()
+        self.tracing: Tracing | None = None
+        self.logs_prompts = logs_prompts
         self._engine: AsyncEngine | None = None
         self._refusal = "the server is warming up"
         self._num_open = 0
@@ -76,11 +82,22 @@ class OpenCalls:
             if self._num_open == 0:
                 self._is_idle.set()
 
+    def record(self, method: str, peer: str, headers: Mapping[str, str], level: int = logging.INFO) -> CallRecord:
+        """Returns the record of a new call. headers: HTTP's, or gRPC's metadata."""
+        context = {name: headers[name] for name in CONTEXT_HEADERS if name in headers} if self.tracing else {}
+        return CallRecord(method, peer, level, self.tracing, context, self.logs_prompts)
+
     async def events(
-        self, caller: Caller, generation: GenerateCall, *, backlog: Backlog | None = None, is_whole: bool = False
+        self,
+        caller: Caller,
+        generation: GenerateCall,
+        record: CallRecord,
+        *,
+        backlog: Backlog | None = None,
+        is_whole: bool = False,
     ) -> AsyncGenerator[Started | Delta, None]:
         """Yields the engine's events, once the caller's limits let the request in. Raises what the engine raises, and
-        QuotaExceededError. See AsyncEngine.events.
+        QuotaExceededError. See AsyncEngine.events. record: of the call, is filled in.
         """
         engine = self.engine
         caller.check_priority(check_priority(generation.priority))
@@ -89,13 +106,20 @@ class OpenCalls:
             if deadline_s is not None:
                 deadline_s -= time.monotonic() - begun_s
             generation = replace(generation, tenant=caller.tenant, deadline_s=deadline_s)
+            record.admitted(generation.prompt)
+            num_open = generation.num_samples
             async with aclosing(engine.events(generation, backlog=backlog, is_whole=is_whole)) as events:
                 async for event in events:
                     if isinstance(event, Started):
+                        record.started(event)
                         tenant.use(event.prompt_tokens, 0)
                     else:
+                        record.received(event)
+                        num_open -= event.finish_reason is not None
                         tenant.use(0, len(event.token_ids))
                     yield event
+        if num_open:
+            raise EngineFaultError("the engine's stream ended without a finish reason")
 
     async def wait_cancelled(self, request_id: str, caller: Caller) -> None:
         """Waits briefly for a cancelled call to release a request id."""

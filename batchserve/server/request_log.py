@@ -1,34 +1,47 @@
-"""Logs one line per call: the method, how the call ended and how long it took. Never logs prompts or answers."""
+"""Logs one line per call: the method, how the call ended, how long it took; prompts and answers only if asked for."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import shortened
-from batchserve.types import MAX_REQUEST_ID_CHARS
+from batchserve.types import MAX_REQUEST_ID_CHARS, Chat
 
 if TYPE_CHECKING:
-    from batchserve.types import Delta, FinishReason, RequestOutput, Started, Timing, Usage
+    from batchserve.server.tracing import Tracing
+    from batchserve.types import Delta, FinishReason, Prompt, Started, Timing, Usage
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class CallRecord:
-    """The log fields of one call, filled in while the call is answered."""
+    """The log fields of one call, filled in while the call is answered.
+
+    trace_context: the caller's traceparent and tracestate. begun_ns, arrival_ns: wall-clock time of the call's begin,
+    and of the request's arrival at the engine. has_texts: prompt and answer are logged, too.
+    """
 
     method: str
     peer: str
     level: int = logging.INFO
+    tracing: Tracing | None = None
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    has_texts: bool = False
     request_id: str = ""
     tenant: str = ""
     prompt_tokens: int | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timing: Timing | None = None
+    begun_ns: int = field(default_factory=time.time_ns)
+    arrival_ns: int = 0
+    _prompt: object = None
+    _answer: list[str] = field(default_factory=list)
     _begun_s: float = field(default_factory=time.monotonic)
 
     def asked(self, request_id: str) -> None:
@@ -36,18 +49,31 @@ class CallRecord:
         is_sound = len(request_id) <= MAX_REQUEST_ID_CHARS
         self.request_id = request_id if is_sound else shortened(request_id, MAX_REQUEST_ID_CHARS)
 
+    def admitted(self, prompt: Prompt) -> None:
+        """The request goes to the engine now."""
+        self.arrival_ns = time.time_ns()
+        if self.has_texts:
+            self._prompt = prompt
+
     def started(self, event: Started) -> None:
         self.request_id, self.prompt_tokens = event.request_id, event.prompt_tokens
 
-    def finished(self, answer: Delta | RequestOutput) -> None:
-        """Sets the result, from the last delta of a stream or a complete answer."""
-        self.request_id, self.finish_reason = answer.request_id, answer.finish_reason
-        self.usage, self.timing = answer.usage, answer.timing
+    def received(self, delta: Delta) -> None:
+        """Sets the result, from the last delta."""
+        if self.has_texts:
+            self._answer.append(delta.text)
+        if delta.finish_reason is not None:
+            self.request_id, self.finish_reason = delta.request_id, delta.finish_reason
+            self.usage, self.timing = delta.usage, delta.timing
 
     def log(self, status: str, reason: str = "") -> None:
-        """Logs that the call has ended with this status. reason: the error's reason."""
-        if not logger.isEnabledFor(self.level):
-            return
+        """Logs that the call has ended with this status, and traces it. reason: the error's reason."""
+        if logger.isEnabledFor(self.level):
+            logger.log(self.level, "request", extra=self._fields(status, reason))
+        if self.tracing is not None:
+            self.tracing.ended(self, status, reason)
+
+    def _fields(self, status: str, reason: str) -> dict[str, Any]:
         fields: dict[str, Any] = {"method": self.method, "peer": self.peer, "status": status}
         if reason:
             fields["reason"] = reason
@@ -64,4 +90,8 @@ class CallRecord:
         if self.timing is not None:
             fields |= {"queue_s": round(self.timing.queue_s, 6), "ttft_s": round(self.timing.first_token_s, 6)}
         fields["total_s"] = round(time.monotonic() - self._begun_s, 6)
-        logger.log(self.level, "request", extra=fields)
+        if self._prompt is not None:
+            prompt = self._prompt
+            fields["prompt"] = [*map(dict, prompt.messages)] if isinstance(prompt, Chat) else prompt
+            fields["answer"] = "".join(self._answer)
+        return fields

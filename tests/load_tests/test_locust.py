@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import trustme
 
-from batchserve.config import ServerConfig
+from batchserve.server_config import ServerConfig
 from batchserve.types import GenerateCall
 from tests.server.fakes import FakeEngine
 from tests.server.harness import Served, serving

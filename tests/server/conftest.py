@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import EngineConfig, MiB, ServerConfig
+from batchserve.config import EngineConfig, MiB
 from batchserve.engine.async_engine import AsyncEngine
+from batchserve.server_config import ServerConfig
 from tests.server.fakes import FakeEngine
 from tests.server.harness import LOOPBACK, Served, core_of, serving
 

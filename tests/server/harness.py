@@ -13,12 +13,12 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from batchserve.config import ServerConfig
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.engine_core import EngineCore
 from batchserve.engine.engine_thread import EngineThread
 from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server_config import ServerConfig
 from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
 

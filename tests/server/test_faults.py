@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server import lifecycle
+from batchserve.server_config import ServerConfig
 from tests.server.conftest import Serve
 from tests.server.harness import Client, Served, ask, core_of, failure_of
 

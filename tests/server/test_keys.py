@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from batchserve.cli import main
-from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, DeadlineExceededError, InvalidRequestError, QuotaExceededError
 from batchserve.server import lifecycle
 from batchserve.server.keys import Caller, KeyStore, add_key, hash_of
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.tenants import Tenants
+from batchserve.server_config import ServerConfig
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve
 from tests.server.fakes import FakeEngine

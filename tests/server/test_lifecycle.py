@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from batchserve.config import EngineConfig, ServerConfig
+from batchserve.config import EngineConfig
 from batchserve.draft.factory import DraftLimits
 from batchserve.engine.input_processor import InputProcessor, ModelFacts
 from batchserve.errors import ConfigError, EngineFaultError, QueueFullError
@@ -39,6 +39,7 @@ from batchserve.server.health import ServingStatus
 from batchserve.server.keys import Caller, KeyStore
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.metrics_text import MetricsText
+from batchserve.server_config import ServerConfig
 from batchserve.types import Timing
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.fakes import FakeEngine

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server.lifecycle import GenerationServer
 from batchserve.server.metrics_text import _EngineCollector
+from batchserve.server_config import ServerConfig
 from tests.server.fakes import FakeEngine
 from tests.server.harness import until
 

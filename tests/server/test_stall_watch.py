@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2
 
-from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError, EngineFaultError
 from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.stall_watch import watch_for_stalls
+from batchserve.server_config import ServerConfig
 from tests.server.harness import Served, ask, core_of, failure_of, serving
 
 TIMEOUT_S = 0.2

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import trustme
 
-from batchserve.config import ServerConfig
 from batchserve.errors import ConfigError
 from batchserve.server.grpc.client import GenerationClient, RemoteError
 from batchserve.server.grpc.tls import ClientTls, client_credentials, server_credentials
+from batchserve.server_config import ServerConfig
 from tests.server.fakes import FakeEngine
 from tests.server.harness import serving
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import ServerConfig
 from batchserve.engine import backpressure
 from batchserve.engine.backpressure import Backlog, BackpressureLimits
+from batchserve.server_config import ServerConfig
 from batchserve.types import Delta, GenerateCall
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.conftest import Serve

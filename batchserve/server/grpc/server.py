@@ -20,8 +20,8 @@ from batchserve.server.grpc.wire import MalformedRequestInterceptor
 from batchserve.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from batchserve.config import ServerConfig
     from batchserve.server.open_calls import OpenCalls
+    from batchserve.server_config import ServerConfig
 
 # Time to send the last statuses after the requests have ended. Reflection streams never end by themselves.
 FLUSH_GRACE_S = 1.0

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from batchserve.engine.backpressure import Backlog
 from batchserve.engine.output_collector import collected
 from batchserve.errors import (
-    EngineFaultError,
     InvalidRequestError,
     UnknownModelError,
     UnreadAnswerError,
 )
 from batchserve.server.grpc.answers import to_generate_response, to_model_info, to_stats, to_stream_responses
-from batchserve.server.grpc.caller import CALLER
+from batchserve.server.grpc.caller import CALLER, metadata_of
 from batchserve.server.grpc.convert import (
     check_num_tokens,
     from_generate_request,
@@ -28,7 +27,7 @@ from batchserve.server.grpc.status import abort
 from batchserve.server.keys import Caller
 from batchserve.server.open_calls import OpenCalls
 from batchserve.server.request_log import CallRecord
-from batchserve.types import GenerateCall, Started
+from batchserve.types import GenerateCall
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ class GenerationServicer:
         """Answers with the complete output. Cancelling the call cancels this task, which aborts the request."""
         async with self._answering(context, request, "Generate") as call:
             asked = await self._accepted(request, call)
-            output = await collected(self._calls.events(call.caller, asked, is_whole=True))
-            call.record.finished(output)
+            output = await collected(self._calls.events(call.caller, asked, call.record, is_whole=True))
             await call.write(to_generate_response(output))
 
     async def StreamGenerate(
@@ -72,18 +70,10 @@ class GenerationServicer:
         """
         async with self._answering(context, request, "StreamGenerate") as call:
             asked = await self._accepted(request, call)
-            is_finished = False
-            async with aclosing(self._calls.events(call.caller, asked, backlog=call.backlog)) as events:
+            async with aclosing(self._calls.events(call.caller, asked, call.record, backlog=call.backlog)) as events:
                 async for event in events:
-                    if isinstance(event, Started):
-                        call.record.started(event)
-                    elif event.finish_reason is not None:
-                        call.record.finished(event)
-                        is_finished = True
                     for message in to_stream_responses(event):
                         await call.write(message)
-            if not is_finished:
-                raise EngineFaultError("the engine's stream ended without a finish reason")
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, pb.GetModelInfoResponse]
@@ -156,7 +146,8 @@ class GenerationServicer:
     ) -> AsyncIterator[Call]:
         """Counts and logs one call. An error raised inside ends the call with the error's status."""
         caller = CALLER.get()
-        record = CallRecord(method, context.peer(), tenant=caller.tenant)
+        record = self._calls.record(method, context.peer(), metadata_of(context))
+        record.tenant = caller.tenant
         call = Call(context, caller, record, Backlog(self._calls.unread))
         with self._calls.counted():
             try:

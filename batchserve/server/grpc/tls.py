@@ -13,7 +13,7 @@ from batchserve.errors import ConfigError, one_line
 from batchserve.option_checks import check_tls
 
 if TYPE_CHECKING:
-    from batchserve.config import ServerConfig
+    from batchserve.server_config import ServerConfig
 
 
 @dataclass(frozen=True, slots=True)

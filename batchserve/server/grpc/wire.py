@@ -14,11 +14,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from batchserve.errors import BatchserveError, DeadlineExceededError, InvalidRequestError
-from batchserve.server.grpc.caller import CALLER
+from batchserve.server.grpc.caller import CALLER, metadata_of
 from batchserve.server.grpc.convert import refuse_unknown_fields
 from batchserve.server.grpc.status import abort
 from batchserve.server.grpc.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes, malformed
-from batchserve.server.request_log import CallRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -105,7 +104,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
         async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             try:
-                CALLER.set(self._calls.keys.caller(dict(context.invocation_metadata() or ()).get("authorization")))
+                CALLER.set(self._calls.keys.caller(metadata_of(context).get("authorization")))
                 data = await self._checked(context, name)
                 message = parse(data)
                 if len(data) <= SMALL_MESSAGE_BYTES:  # check_sizes has seen every field of a larger one
@@ -137,4 +136,6 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         return data  # type: ignore[no-any-return]
 
     async def _refuse(self, context: grpc.aio.ServicerContext[Any, Any], name: str, error: Exception) -> NoReturn:
-        await abort(context, error, self._calls.failed_calls, CallRecord(name, context.peer()))
+        await abort(
+            context, error, self._calls.failed_calls, self._calls.record(name, context.peer(), metadata_of(context))
+        )

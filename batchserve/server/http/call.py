@@ -6,13 +6,13 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
 
 from batchserve.engine.backpressure import Backlog
-from batchserve.errors import BatchserveError, EngineFaultError, InvalidRequestError, UnreadAnswerError
+from batchserve.errors import BatchserveError, InvalidRequestError, UnreadAnswerError
 from batchserve.server.error_table import code_of, reason_of
 from batchserve.server.http.errors import ClientGoneError, HttpRefusal, body_of, headers_of, status_of
 from batchserve.server.http.fields import Fields
@@ -100,21 +100,11 @@ class HttpCall:
         self.caller = self._calls.keys.caller(self.headers.get("authorization"))
         self.record.tenant = self.caller.tenant
 
-    async def events(self, generation: GenerateCall, is_streaming: bool) -> AsyncGenerator[Started | Delta, None]:
+    def events(self, generation: GenerateCall, is_streaming: bool) -> AsyncGenerator[Started | Delta, None]:
         """Yields the engine's events: each step's, or one of each whole sample. Raises what the engine raises."""
-        num_open = generation.num_samples
         backlog = self.backlog if is_streaming else None
-        found = self._calls.events(self.caller, generation, backlog=backlog, is_whole=not is_streaming)
-        async with aclosing(found) as events:
-            async for event in events:
-                if isinstance(event, Started):
-                    self.record.started(event)
-                elif event.finish_reason is not None:
-                    self.record.finished(event)
-                    num_open -= 1
-                yield event
-        if num_open:
-            raise EngineFaultError("the engine's stream ended without a finish reason")
+        is_whole = not is_streaming
+        return self._calls.events(self.caller, generation, self.record, backlog=backlog, is_whole=is_whole)
 
     async def answer(
         self, body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
@@ -236,7 +226,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
-        record = CallRecord(self._name, f"{client[0]}:{client[1]}" if client else "", self._level)
+        peer = f"{client[0]}:{client[1]}" if client else ""
+        record = self._calls.record(self._name, peer, Headers(scope=scope), self._level)
         call = HttpCall(self._calls, scope, receive, send, record, Backlog(self._calls.unread))
         with self._calls.counted(), call.backlog:
             try:

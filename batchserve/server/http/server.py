@@ -20,10 +20,10 @@ from batchserve.server.http.limits import BoundedProtocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from batchserve.config import ServerConfig
     from batchserve.server.health import ServingStatus
     from batchserve.server.metrics_text import MetricsText
     from batchserve.server.open_calls import OpenCalls
+    from batchserve.server_config import ServerConfig
 
 KEEP_ALIVE_S = 75
 BACKLOG = 1024

@@ -9,11 +9,11 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from batchserve.config import ServerConfig
 from batchserve.errors import InvalidRequestError
 from batchserve.server.grpc import wire_sizes
 from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.server.grpc.wire_sizes import SMALL_MESSAGE_BYTES, check_sizes
+from batchserve.server_config import ServerConfig
 from batchserve.v1 import generation_pb2 as pb
 from tests.server.harness import Served, failure_of, read_all
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError, NonFiniteLogitsError, OutOfMemoryError, QueueFullError
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server_config import ServerConfig
 from tests.server.fakes import FakeEngine
 from tests.server.harness import LOOPBACK, ask, serving, until
 from tests.server.http.raw import post, request, send

@@ -121,6 +121,8 @@ class HermesParser(_JsonParser):
         yield from ()
 
     def end(self) -> Iterator[Piece]:
+        if self._state == self._open:
+            self._held = self.OPEN + self._held
         if self._state in (self._after, self._between) and self.CLOSE.startswith(self._held.strip()):
             self._held = ""
         yield from super().end()
