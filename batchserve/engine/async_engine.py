@@ -12,12 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from batchserve.engine.arguments import INLINE_SIZE, run_off_loop, seconds_of, size_of
-from batchserve.engine.engine_process import EngineProcess
-from batchserve.engine.engine_thread import EngineThread
+from batchserve.engine.engine_process import EngineProcess, kill_made
+from batchserve.engine.engine_thread import EngineThread, build_here
 from batchserve.engine.input_processor import qualified_id
-from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply
+from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply, Seen
 from batchserve.engine.output_collector import collected
 from batchserve.engine.stream import Stream
+from batchserve.engine.watchers import StepWatchers
 from batchserve.errors import (
     BatchserveError,
     DeadlineExceededError,
@@ -29,7 +30,6 @@ from batchserve.errors import (
     UnknownModelError,
 )
 from batchserve.forks import OwnerProcess
-from batchserve.logs import adopt_library_loggers
 from batchserve.types import (
     Delta,
     GenerateCall,
@@ -81,6 +81,7 @@ class AsyncEngine:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self._has_failed = asyncio.Event()
+        self.watchers = StepWatchers(self._host.send)
         self._host.start(self._on_reply)
 
     @classmethod
@@ -102,14 +103,14 @@ class AsyncEngine:
             from batchserve.runner.hub import with_local_model
 
             config = await asyncio.to_thread(with_local_model, config)
-        make: Callable[..., BuiltEngine | EngineProcess] = _build
+        make: Callable[..., BuiltEngine | EngineProcess] = build_here
         if own_process:
             make = partial(EngineProcess, launched=launched)
         making = asyncio.get_running_loop().run_in_executor(None, make, config, on_progress)
         try:
             return cls(await asyncio.shield(making), config)
         except asyncio.CancelledError:
-            making.add_done_callback(_kill)
+            making.add_done_callback(kill_made)
             raise
 
     @property
@@ -354,6 +355,8 @@ class AsyncEngine:
         """Handles a reply, on the loop."""
         if isinstance(reply, Events):
             self._dispatch(reply)
+        elif isinstance(reply, Seen):
+            self.watchers.take(reply)
         elif isinstance(reply, Done):
             done = self._asked.get(reply.ticket)
             if done is not None and not done.done():
@@ -389,18 +392,3 @@ class AsyncEngine:
         for done in self._asked.values():
             if not done.done():
                 done.set_exception(error.with_traceback(None))
-
-
-def _build(config: EngineConfig, on_progress: Callable[[str], None] | None) -> BuiltEngine:
-    """Builds an engine. Imported here, in a thread: the import takes seconds, and an EngineProcess does not need it."""
-    from batchserve.startup.build import build_engine
-
-    adopt_library_loggers()
-    return build_engine(config, on_progress, is_serving=True)
-
-
-def _kill(made: asyncio.Future[BuiltEngine | EngineProcess]) -> None:
-    """Kills an engine process whose start was cancelled."""
-    engine = None if made.cancelled() or made.exception() is not None else made.result()
-    if isinstance(engine, EngineProcess):
-        engine.kill()

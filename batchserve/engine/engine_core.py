@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from batchserve.engine.detokenizer import Decoder
     from batchserve.engine.drafting import DraftStage
     from batchserve.engine.executor import Executor
+    from batchserve.engine.step_watch import StepWatch
     from batchserve.metrics import EngineMetrics
     from batchserve.request import DraftScope
     from batchserve.runner.ragged_batch import RaggedBatch
@@ -91,6 +92,7 @@ class EngineCore:
         self._stopped: list[Request] = []  # by a stop string, while their next step is under way
         self._failed: dict[Request, BatchserveError] = {}  # in the step under way
         self.threads: ThreadWatch | None = None  # where their number may change
+        self.watch: StepWatch | None = None  # while somebody looks
         self._num_failed_steps = 0  # in a row, for want of memory
         self._want = ""  # the last one's
 
@@ -211,6 +213,9 @@ class EngineCore:
         is_trial = handle is not None and handle.is_trial
         self.drafts.step_done(done.given, self._clock() - began_s, forward_s, is_trial=is_trial)
         self.scheduler.step_done(num_drafted)
+        if self.watch is not None:
+            with self.metrics.faults.contained("watch", "those who watch see no step"):
+                self.watch.look(plan, drafts, batch, results, began_s, self._clock())
         with self._counting:
             counts = batch.num_rows, done.num_draft_rows, len(done.given.slots)
             self.metrics.step_done(*counts, forward_s, done.verified)

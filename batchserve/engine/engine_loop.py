@@ -9,7 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.engine.grammar_queue import GrammarQueue
-from batchserve.engine.messages import Abort, Add, ClearScope, Compiled, Done, End, Events, Failed, Message, Reply
+from batchserve.engine.messages import (
+    Abort,
+    Add,
+    ClearScope,
+    Compiled,
+    Done,
+    End,
+    Events,
+    Failed,
+    Message,
+    Reply,
+    Watch,
+)
+from batchserve.engine.step_watch import StepWatch
 from batchserve.errors import BatchserveError, EngineFaultError
 from batchserve.native.pages import HeapTrimmer
 from batchserve.types import Delta
@@ -100,6 +113,8 @@ class EngineLoop:
             self._add_compiled(message)
         elif isinstance(message, Abort):
             self._abort(message.ticket)
+        elif isinstance(message, Watch):
+            self._core.watch = StepWatch(self._send) if message.is_on else None
         else:
             self._send(Done(message.ticket, self._clear(message.scope) if isinstance(message, ClearScope) else None))
         return True

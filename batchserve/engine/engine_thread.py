@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from batchserve.engine.engine_loop import EngineLoop
 from batchserve.engine.messages import End
+from batchserve.logs import adopt_library_loggers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from batchserve.config import EngineConfig
     from batchserve.engine.messages import Message, Reply
     from batchserve.startup.build import BuiltEngine
 
@@ -56,3 +58,11 @@ class EngineThread:
 
     def kill(self) -> None:
         """Does nothing: a thread cannot be killed."""
+
+
+def build_here(config: EngineConfig, on_progress: Callable[[str], None] | None) -> BuiltEngine:
+    """Builds an engine. Imports it late, in a thread: it takes seconds, and an EngineProcess does not need it here."""
+    from batchserve.startup.build import build_engine
+
+    adopt_library_loggers()
+    return build_engine(config, on_progress, is_serving=True)

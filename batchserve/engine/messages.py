@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from batchserve.draft.factory import DraftLimits
     from batchserve.engine.input_processor import ModelFacts
+    from batchserve.engine.step_watch import SeenStep
     from batchserve.errors import BatchserveError, EngineFaultError
     from batchserve.metrics import MetricsReading
     from batchserve.request import DraftScope, NewRequest
@@ -58,6 +59,13 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Asks for pictures of steps (Seen), or for no more of them."""
+
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """Aborts all requests, saves the draft cache and ends the loop."""
 
@@ -75,6 +83,13 @@ class Done:
 
     ticket: int
     error: BatchserveError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A picture of a step."""
+
+    step: SeenStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,5 +135,5 @@ class NotBuilt:
     error: Exception
 
 
-Message = Add | Compiled | Abort | ClearScope | Ping | End
-Reply = Events | Done | Failed
+Message = Add | Compiled | Abort | ClearScope | Ping | Watch | End
+Reply = Events | Done | Seen | Failed

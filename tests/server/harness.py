@@ -99,9 +99,9 @@ async def read_all(call: AsyncIterator[Any]) -> list[Any]:
     return [message async for message in call]
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Returns once it is true."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
 

@@ -14,6 +14,8 @@ from batchserve.server.http.call import Endpoint
 from batchserve.server.http.chat import chat_completions
 from batchserve.server.http.completions import completions
 from batchserve.server.http.limits import Bodies
+from batchserve.server.http.live import live
+from batchserve.server.http.pages import PAGE, page
 from batchserve.server.http.responses import responses
 
 if TYPE_CHECKING:
@@ -53,10 +55,12 @@ def make_app(front: Front, guard: HostGuard, status: ServingStatus, metrics: Met
         *route("/ready", partial(service.ready, status)),
         *route("/metrics", partial(service.metrics, metrics)),
         *route("/version", partial(service.version, front)),
+        *route("/live", partial(live, front)),
+        *(each for path in PAGE for each in route(path, page)),
         Route("/{path:path}", Endpoint(front.calls, guard, bodies, "unknown", service.not_found, has_body=False)),
     ]
     return Starlette(routes=routes)
 
 
-OPEN = ("/health", "/ready")  # also to those without a key
+OPEN = ("/health", "/ready", *PAGE)  # also to those without a key: the page itself tells nothing
 POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")

@@ -238,7 +238,7 @@ class Endpoint:
                     fields = await call.fields(self._bodies, self._max_body_bytes())
                     await _unless_gone(self._answer(call, fields), call)  # type: ignore[arg-type]
                 else:
-                    await self._answer(call)
+                    await _unless_gone(self._answer(call), call)  # type: ignore[arg-type]
                 record.log("OK")
             except Exception as error:
                 await call.fail(error, self._calls.failed_calls)

@@ -306,12 +306,12 @@ async def test_a_client_that_goes_away_frees_its_request(served: Served, client:
     endless = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
     if is_whole:
         asking = asyncio.create_task(ask(client, **endless))
-        await until(lambda: served.engine.num_in_flight == 1)
+        await until(lambda: served.engine.num_in_flight == 1, 60)
         asking.cancel()
     else:
         stream = await ask(client, stream=True, **endless)
         await anext(aiter(stream))
         assert served.engine.num_in_flight == 1
         await stream.close()
-    await until(lambda: served.engine.num_in_flight == 0)
-    await until(lambda: served.engine.metrics.reading().load["requests_running"] == 0)
+    await until(lambda: served.engine.num_in_flight == 0, 60)
+    await until(lambda: served.engine.metrics.reading().load["requests_running"] == 0, 60)
