@@ -15,12 +15,14 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve import __version__
 from batchserve.bench import add_bench_parser
 from batchserve.cache_command import add_cache_parser
 from batchserve.config import DTYPES, DraftConfig, EngineConfig, default_cache_dir
+from batchserve.config_file import flags_of
 from batchserve.engine.launch import LaunchedProcess
 from batchserve.errors import BatchserveError, ConfigError, InvalidRequestError
 from batchserve.files import parse_recorded
@@ -58,10 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # escape characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    parsed = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     apply_thread_policy()
     configure_logging()
     try:
+        if getattr(parsed, "config", None) is not None:
+            more = flags_of(parsed.config, parsed.options_parser)
+            parsed = parser.parse_args([arguments[0], *more, *arguments[1:]])
         choose_instruction_set(getattr(parsed, "instruction_set", AUTO) or AUTO)
         status: int = parsed.run(parsed)
     except BatchserveError as error:
@@ -107,14 +114,22 @@ def _give_up_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="batchserve", description="LLM serving for small batches, over gRPC.")
+    parser = argparse.ArgumentParser(
+        prog="batchserve", description="LLM serving for small batches, over gRPC and the OpenAI API."
+    )
     parser.add_argument("--version", action="version", version=f"batchserve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", allow_abbrev=False, help="serve a model over gRPC")
+    serve = commands.add_parser("serve", allow_abbrev=False, help="serve a model over gRPC and HTTP")
+    serve.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.yaml",
+        help="a file of any options below, such as max-num-seqs: 8; flags take precedence",
+    )
     add_options(serve.add_argument_group("server"), ServerConfig, SERVER_OPTIONS)
     add_engine_options(serve, "")
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, options_parser=serve)
 
     generate = commands.add_parser("generate", allow_abbrev=False, help="answer one prompt, streaming to the terminal")
     add_generate_flags(generate)
@@ -150,6 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="the machine as batchserve sees it, and what it would choose")
     doctor.add_argument("--cache-dir", default=default_cache_dir(), metavar="PATH", help="as for serve")
     doctor.set_defaults(run=_doctor)
+    completion = commands.add_parser("completion", help="a shell's completion of commands and options, as a script")
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=lambda arguments: _completion(arguments, parser))
     return parser
 
 
@@ -248,6 +266,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from batchserve.doctor import run_doctor
 
     return run_doctor(arguments)
+
+
+def _completion(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    import shtab
+
+    print(shtab.complete(parser, arguments.shell))
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
