@@ -15,6 +15,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,7 +85,7 @@ def fuzzed_body(draw: random.Random) -> tuple[str, bytes]:
     for _ in range(draw.choice((0, 1, 1, 2, 4))):
         _mutate(draw, body)
     if draw.random() < 0.1:
-        body[draw.choice(("foo", "n ", "Messages", "\ud800"))] = draw.choice(VALUES)
+        body[draw.choice(("foo", "n ", "Messages", "\ud800"))] = deepcopy(draw.choice(VALUES))
     data = json.dumps(body).encode()
     kind = draw.random()
     if kind < 0.08:
@@ -103,13 +104,13 @@ def _mutate(draw: random.Random, value: Any) -> None:
         elif draw.random() < 0.15:
             value.pop(key, None)
         else:
-            value[key] = draw.choice(VALUES)
+            value[key] = deepcopy(draw.choice(VALUES))
     elif value:
         at = draw.randrange(len(value))
         if isinstance(value[at], dict | list) and draw.random() < 0.6:
             _mutate(draw, value[at])
         else:
-            value[at] = draw.choice(VALUES)
+            value[at] = deepcopy(draw.choice(VALUES))
 
 
 def _torn(draw: random.Random, data: bytes) -> bytes:
