@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -315,3 +317,14 @@ async def test_a_client_that_goes_away_frees_its_request(served: Served, client:
         await stream.close()
     await until(lambda: served.engine.num_in_flight == 0, 60)
     await until(lambda: served.engine.metrics.reading().load["requests_running"] == 0, 60)
+
+
+async def test_the_documentation_s_client(served: Served, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    example = Path(__file__).parents[3] / "docs" / "examples" / "openai_client.py"
+    monkeypatch.setattr("sys.argv", [str(example), f"{served.url}/v1"])
+    await asyncio.to_thread(runpy.run_path, str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert '"name": "socket reader"' in shown
+    assert "parsed: Record(name='socket reader', count=7012)" in shown
+    assert int(shown.split(" tokens of the prediction")[0].split()[-1]) > 10
+    assert "top_p: invalid_top_p" in shown
