@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -58,3 +59,20 @@ def delay_interrupts() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, before)
         let_in()
+
+
+@contextmanager
+def interrupts_call(function: Callable[[], None]) -> Iterator[None]:
+    """Lets every Ctrl-C call a function in the running event loop. Outside the main thread there is no Ctrl-C."""
+    loop = asyncio.get_running_loop()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, function)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
