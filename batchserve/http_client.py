@@ -32,6 +32,10 @@ class HttpFailure(BatchserveError):
     reason = "HTTP_FAILED"
 
 
+class UnreachableError(HttpFailure):
+    """No connection to the server could be made."""
+
+
 class _StaleConnection(HttpFailure):
     """A kept connection that the server had closed before the request."""
 
@@ -137,11 +141,11 @@ class HttpClient:
                 _Connection, self._url.host, self._url.port, ssl=self._tls, server_hostname=name
             )
         except ConnectionRefusedError:
-            raise HttpFailure("connection refused") from None
+            raise UnreachableError("connection refused") from None
         except ssl.SSLError as error:
-            raise HttpFailure(f"TLS handshake failed: {error.reason or one_line(error)}") from error
+            raise UnreachableError(f"TLS handshake failed: {error.reason or one_line(error)}") from error
         except OSError as error:
-            raise HttpFailure(f"cannot connect: {error.strerror or one_line(error)}") from error
+            raise UnreachableError(f"cannot connect: {error.strerror or one_line(error)}") from error
         return connection
 
     async def _exchange(self, connection: _Connection, request: bytes, on_body: OnBody | None) -> Response:

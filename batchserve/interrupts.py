@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -61,18 +62,30 @@ def delay_interrupts() -> Iterator[Callable[[], None]]:
         let_in()
 
 
-@contextmanager
-def interrupts_call(function: Callable[[], None]) -> Iterator[None]:
-    """Lets every Ctrl-C call a function in the running event loop. Outside the main thread there is no Ctrl-C."""
-    loop = asyncio.get_running_loop()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, function)
+async def run_until_interrupted(running: Coroutine[Any, Any, None]) -> bool:
+    """Runs to the end, or until Ctrl-C, which cancels it. Returns whether there was one; a second one does nothing.
+
+    Outside the main thread, and where Ctrl-C is ignored, there is none.
+    """
+    loop, before, is_interrupted = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT), False
+    task = loop.create_task(running)
+
+    def interrupt() -> None:
+        nonlocal is_interrupted
+        if not is_interrupted:
+            is_interrupted = True
+            task.cancel()
+
+    is_heard = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
+    if is_heard:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
-        yield
+        await asyncio.wait((task,))
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
+        task.cancel()
+        if is_heard:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
+    if not task.cancelled():
+        task.result()
+    return is_interrupted

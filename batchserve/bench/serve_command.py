@@ -7,7 +7,7 @@ import gc
 import json
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from batchserve.bench.load_prompts import LoadPrompts, load_prompts
 from batchserve.bench.load_records import RequestRecord, summarise
 from batchserve.bench.load_report import Measurement, as_json, show_report
 from batchserve.files import writing
-from batchserve.interrupts import interrupts_call
+from batchserve.interrupts import run_until_interrupted
 from batchserve.progress import progress, progress_bar
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ async def _measure(options: ServeBenchOptions, prompts: LoadPrompts, client: Loa
             records.append(record)
             on_done()
 
-        is_interrupted = await _until_interrupted(_loop(options, clock, send))
+        is_interrupted = await run_until_interrupted(_loop(options, clock, send))
         duration_s = clock.now()
     if not is_interrupted and records:
         duration_s = max(record.ended_s for record in records)
@@ -102,24 +102,6 @@ async def _loop(options: ServeBenchOptions, clock: Clock, send: Send) -> None:
         await run_open_loop(times_s, extent, clock, send)
     else:
         await run_closed_loop(options.concurrency or 1, extent, clock, send)
-
-
-async def _until_interrupted(sending: Coroutine[None, None, None]) -> bool:
-    """Runs to the end, or until SIGINT, which cancels it. Returns whether there was one."""
-    task = asyncio.create_task(sending)
-    is_interrupted = False
-
-    def interrupt() -> None:
-        nonlocal is_interrupted
-        if not is_interrupted:
-            is_interrupted = True
-            task.cancel()
-
-    with interrupts_call(interrupt):
-        await asyncio.wait((task,))
-    if not task.cancelled():
-        task.result()
-    return is_interrupted
 
 
 @contextmanager
