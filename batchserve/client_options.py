@@ -10,6 +10,7 @@ from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of
 
 if TYPE_CHECKING:
     import argparse
+    import ssl
 
     from batchserve.server.grpc.tls import ClientTls
 
@@ -40,6 +41,17 @@ def client_tls(arguments: argparse.Namespace) -> ClientTls | None:
     from batchserve.server.grpc.tls import ClientTls
 
     return ClientTls(*files)
+
+
+def https_context(url: str, tls: ClientTls | None) -> ssl.SSLContext | None:
+    """Returns the TLS of connections to a URL, None for what the system trusts. Raises ConfigError for one without."""
+    if tls is None:
+        return None
+    if not url.startswith("https://"):
+        raise ConfigError(f"url = {url!r}: must begin with https:// for TLS")
+    from batchserve.server.grpc.tls import client_context
+
+    return client_context(tls)
 
 
 def api_key(arguments: argparse.Namespace) -> str | None:

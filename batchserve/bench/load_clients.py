@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchserve.bench.openai_stream import OpenAiStream, StreamError, code_of
+from batchserve.client_options import https_context
 from batchserve.errors import BatchserveError, ConfigError, one_line
 from batchserve.http_client import HttpClient, HttpFailure, ServerUrl
 
@@ -63,15 +64,8 @@ def make_client(options: ServeBenchOptions, key: str | None, tls: ClientTls | No
     """Returns the client that the options ask for. Raises ConfigError."""
     if options.grpc is not None:
         return GrpcLoadClient(options, options.grpc, key, tls)
-    url = ServerUrl.parse(options.url or "")
-    context = None
-    if tls is not None:
-        if not url.has_tls:
-            raise ConfigError(f"url = {options.url!r}: must begin with https:// for TLS")
-        from batchserve.server.grpc.tls import client_context
-
-        context = client_context(tls)
-    return HttpLoadClient(options, url, key, context)
+    url = options.url or ""
+    return HttpLoadClient(options, ServerUrl.parse(url), key, https_context(url, tls))
 
 
 class HttpLoadClient:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchserve.client_options import https_context
 from batchserve.errors import ConfigError
 from batchserve.http_client import HttpClient, HttpFailure, Response, ServerUrl, UnreachableError
 from batchserve.interrupts import interrupts_end_the_process, run_until_interrupted
@@ -22,6 +23,8 @@ from batchserve.run_batch.requests import BatchRequest, read_requests
 from batchserve.run_batch.results import BUSY, BatchResult, ResultFile
 
 if TYPE_CHECKING:
+    import ssl
+
     from batchserve.config import EngineConfig
     from batchserve.server.grpc.tls import ClientTls
 
@@ -60,6 +63,7 @@ def run_batch(
     if config is not None and options.concurrency > (most := config.max_num_seqs + config.max_waiting):
         bound = f"at most {most}, max_num_seqs and max_waiting together"
         raise ConfigError(f"concurrency = {options.concurrency}: must be {bound}")
+    https = None if options.url is None else https_context(options.url, tls)
     requests = read_requests(options.input)
     with ResultFile(options.output) as results:
         done = results.resume(request.custom_id for request in requests)
@@ -71,7 +75,7 @@ def run_batch(
         batch, is_interrupted = Batch(options, results), False
         try:
             if left:
-                is_interrupted = asyncio.run(_ask(batch, left, _client(options.url, config, key, tls)))
+                is_interrupted = asyncio.run(_ask(batch, left, _client(options.url, config, key, https)))
         finally:
             num_errors += batch.num_errors
             _tell(len(requests), num_errors, len(left) - batch.num_ended)
@@ -164,7 +168,7 @@ async def _ask(batch: Batch, requests: list[BatchRequest], connected: AbstractAs
 
 @asynccontextmanager
 async def _client(
-    url: str | None, config: EngineConfig | None, key: str | None, tls: ClientTls | None
+    url: str | None, config: EngineConfig | None, key: str | None, https: ssl.SSLContext | None
 ) -> AsyncIterator[HttpClient]:
     """Connects to the server at a URL, or else to one that is started here."""
     if url is None:
@@ -172,12 +176,7 @@ async def _client(
         async with local_server(config) as local, HttpClient(ServerUrl.parse(local)) as client:
             yield client
         return
-    context = None
-    if tls is not None:
-        from batchserve.server.grpc.tls import client_context
-
-        context = client_context(tls)
-    async with HttpClient(ServerUrl.parse(url), key=key, tls=context) as client:
+    async with HttpClient(ServerUrl.parse(url), key=key, tls=https) as client:
         yield client
 
 
