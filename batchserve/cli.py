@@ -1,4 +1,4 @@
-"""The command line: serve | generate | warm-drafts | bench | tune | demo | cache | keys | doctor.
+"""The command line: serve | generate | run-batch | warm-drafts | bench | tune | demo | cache | keys | doctor.
 
 Heavy imports are inside the commands, because the thread policy must be set before torch is imported.
 """
@@ -43,6 +43,7 @@ from batchserve.options import (
     make_config,
 )
 from batchserve.progress import progress
+from batchserve.run_batch import add_run_batch_parser
 from batchserve.server_config import ServerConfig
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
 
@@ -135,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     add_generate_flags(generate)
     add_engine_options(generate, ", without --server", without=("wait_for_drafter",))  # generate always waits
     generate.set_defaults(run=run_generate)
+
+    add_run_batch_parser(commands)
 
     warm = commands.add_parser("warm-drafts", allow_abbrev=False, help="make a draft cache from recorded answers")
     _add_warm_flags(warm)

@@ -15,10 +15,11 @@ import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
+from batchserve.client_options import add_tls_flags, check_address, client_tls, refuse_engine_options
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError, invalid
 from batchserve.grammar.json_schema import checked_schema
-from batchserve.options import DRAFT_OPTIONS, ENGINE_OPTIONS, flag_of, make_config
+from batchserve.options import flag_of, make_config
 from batchserve.progress import progress
 from batchserve.types import Chat, Delta, Prompt, SamplingParams, SpeculationParams, Started, Usage, check_priority
 
@@ -53,10 +54,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         help="put the prompt into the model's chat template",
     )
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
-    parser.add_argument("--tls", action="store_true", help="speak TLS with the server, which the system must trust")
-    parser.add_argument("--tls-ca", metavar="FILE", help="speak TLS, and trust the certificates in this file instead")
-    parser.add_argument("--tls-certificate", metavar="FILE", help="show this certificate to the server")
-    parser.add_argument("--tls-key", metavar="FILE", help="the key of --tls-certificate")
+    add_tls_flags(parser)
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="higher comes first, in -1000..1000 (default: 0)"
     )
@@ -95,8 +93,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
     # Nothing here outlives the process, and loading cannot be interrupted otherwise, so Ctrl-C ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if arguments.server is not None:
-        _check_address(arguments.server)
-        _refuse_engine_options(arguments)
+        check_address("server", arguments.server)
+        refuse_engine_options(arguments, "--server")
     elif not arguments.no_speculation:
         # Otherwise, one answer is over before the drafter is compiled, and the process ends the compilation every time.
         vars(arguments).setdefault("wait_for_drafter", True)
@@ -144,21 +142,6 @@ def _check_without_model(
     if room is not None and params.max_tokens is not None and params.max_tokens >= room:
         bound = f"at most {room - 1}: max_model_len is {room}"
         raise InvalidRequestError("CONTEXT_EXCEEDED", "max_tokens", params.max_tokens, bound)
-
-
-def _check_address(target: str) -> None:
-    """Raises ConfigError for an address with which gRPC would use a wrong port: 443 without a port, 1 for 65537."""
-    host, _, port = target.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535
-    if not host or not is_port or (":" in host and not host.endswith("]")):
-        raise ConfigError(f"server = {target!r}: must be HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
-
-
-def _refuse_engine_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that would be ignored, as the engine is the server's."""
-    given = [flag_of(name) for name in (*ENGINE_OPTIONS, *DRAFT_OPTIONS) if name in arguments]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: must not be given with --server, whose engine has its own options")
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -217,14 +200,10 @@ async def _local_events(
 
 
 def _client_tls(arguments: argparse.Namespace) -> ClientTls | None:
-    files = arguments.tls_ca, arguments.tls_certificate, arguments.tls_key
-    if not arguments.tls and not any(files):
-        return None
-    if arguments.server is None:
+    tls = client_tls(arguments)
+    if tls is not None and arguments.server is None:
         raise ConfigError("--tls, --tls-ca, --tls-certificate, --tls-key: must be with --server")
-    from batchserve.server.grpc.tls import ClientTls
-
-    return ClientTls(*files)
+    return tls
 
 
 async def _remote_events(

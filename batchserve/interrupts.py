@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -58,3 +60,32 @@ def delay_interrupts() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, before)
         let_in()
+
+
+async def run_until_interrupted(running: Coroutine[Any, Any, None]) -> bool:
+    """Runs to the end, or until Ctrl-C, which cancels it. Returns whether there was one; a second one does nothing.
+
+    Outside the main thread, and where Ctrl-C is ignored, there is none.
+    """
+    loop, before, is_interrupted = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT), False
+    task = loop.create_task(running)
+
+    def interrupt() -> None:
+        nonlocal is_interrupted
+        if not is_interrupted:
+            is_interrupted = True
+            task.cancel()
+
+    is_heard = threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN)
+    if is_heard:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        task.cancel()
+        if is_heard:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
+    if not task.cancelled():
+        task.result()
+    return is_interrupted

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from batchserve import cli, generate_command
 from batchserve.cli import main
+from batchserve.client_options import check_address
 from batchserve.config import DraftConfig, EngineConfig, MiB, UnchosenScope
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.engine.input_processor import InputProcessor
@@ -225,7 +226,7 @@ def test_an_address_without_its_port_is_refused(own_signals, capsys, address):
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:65535", "[::1]:50051"])
 def test_addresses(address):
-    generate_command._check_address(address)
+    check_address("server", address)
 
 
 def test_a_server_that_is_not_there_is_an_error_with_a_reason(own_signals, capsys):

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.faults
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--version"], ["--help"], ["serve", "--help"], ["generate", "--help"], ["tune", "--help"], ["bench", "--help"]],
+    [
+        *(["--version"], ["--help"], ["serve", "--help"], ["generate", "--help"], ["tune", "--help"]),
+        *(["bench", "--help"], ["bench", "serve", "--help"], ["run-batch", "--help"]),
+    ],
     ids=" ".join,
 )
 def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:

@@ -1,17 +1,20 @@
-"""`batchserve bench`: measurements that need no server. Heavy modules are imported when one of them runs."""
+"""`batchserve bench`: measures drafters and servers. Heavy modules are imported when a measurement runs."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from batchserve.bench.serve_flags import add_serve_parser
 from batchserve.files import bundled_sets, parse_path, parse_recorded
 from batchserve.options import parse_integers
 
 
 def add_bench_parser(commands: Any) -> None:
     """Adds `bench` and its subcommands. commands: the result of ArgumentParser.add_subparsers()."""
-    bench = commands.add_parser("bench", allow_abbrev=False, help="measurements that need no server")
+    bench = commands.add_parser(
+        "bench", allow_abbrev=False, help="measure drafters on recorded responses, or a running server"
+    )
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     replay = kinds.add_parser(
         "replay",
@@ -24,6 +27,7 @@ def add_bench_parser(commands: Any) -> None:
     )
     _add_replay_flags(replay)
     replay.set_defaults(run=_replay)
+    add_serve_parser(kinds)
 
 
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:

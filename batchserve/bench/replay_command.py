@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batchserve.bench.records import load_records, split_warm
 from batchserve.bench.replay import ReplayRecord, ReplayResult, preload, simulate
 from batchserve.bench.tokenizer import load_encoder
-from batchserve.bench.view import plot_results, replay_progress, require_matplotlib, show_results
+from batchserve.bench.view import plot_results, require_matplotlib, show_results
 from batchserve.config import EngineConfig
 from batchserve.draft.base import Drafter
 from batchserve.draft.factory import create_drafter
@@ -19,6 +19,7 @@ from batchserve.draft.kernels import KernelLoader
 from batchserve.errors import ConfigError
 from batchserve.files import writing
 from batchserve.interrupts import interrupts_end_the_process
+from batchserve.progress import progress_bar
 
 if TYPE_CHECKING:
     from batchserve.bench.options import ReplayOptions
@@ -30,7 +31,7 @@ def run_replay(options: ReplayOptions) -> int:
         require_matplotlib()
     warm, measured = read_requests(options)
     total = len(options.drafters) * len(options.max_draft_tokens) * (len(warm) + len(measured))
-    with replay_progress(total) as on_record:
+    with progress_bar("replaying", total) as on_record:
         results = measure(options, warm, measured, on_record)
     show_results(options, results, len(warm), len(measured))
     if options.json_file is not None:

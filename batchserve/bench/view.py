@@ -1,43 +1,23 @@
-"""The output of a benchmark: progress on standard error, a table on standard output, a plot in a file."""
+"""The output of a replay: a table on standard output, a plot in a file."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from batchserve.bench.tokenizer import require
 from batchserve.config import MiB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from batchserve.bench.options import ReplayOptions
     from batchserve.bench.replay import ReplayResult
-
-REFRESH_PER_S = 2  # low, because the bar shares the CPU with the measurement
-
-
-@contextmanager
-def replay_progress(total: int) -> Iterator[Callable[[], None]]:
-    """Shows a progress bar, if standard error is a terminal. Yields a function that counts one replayed request."""
-    console = Console(stderr=True)
-    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns,
-        console=console,
-        refresh_per_second=REFRESH_PER_S,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda: progress.advance(task)
 
 
 def show_results(options: ReplayOptions, results: Sequence[ReplayResult], num_warm: int, num_measured: int) -> None:

@@ -16,6 +16,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from batchserve.bench.latencies import inter_token_latencies_s, percentile
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -34,10 +36,7 @@ class Answer:
 
     def inter_token_latencies_s(self) -> list[float]:
         """Returns one value per token after the first delta."""
-        latencies: list[float] = []
-        for (before_s, _), (at_s, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
-            latencies += [(at_s - before_s) / count] * count
-        return latencies
+        return inter_token_latencies_s(self.arrivals)
 
     def gaps_s(self) -> list[float]:
         """Returns one value per delta after the first."""
@@ -86,14 +85,6 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
         if a != b:
             return i
     return None if len(left) == len(right) else min(len(left), len(right))
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that at least `percent` of the values do not exceed (nearest rank); nan if empty."""
-    if not values:
-        return math.nan
-    rank = max(1, math.ceil(len(values) * percent / 100))
-    return sorted(values)[rank - 1]
 
 
 def _mean(values: Sequence[float]) -> float:

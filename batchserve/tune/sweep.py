@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING
 
+from batchserve.bench.latencies import percentile
 from batchserve.config import PRIVATE_SCOPE, EngineConfig
 from batchserve.decoding_length.adaptive import AdaptiveDrafting
 from batchserve.decoding_length.policy import DraftPolicy, FixedDrafting
 from batchserve.decoding_length.step_time import StepTimeModel, StepTimeTable
-from batchserve.demo.measure import percentile
 from batchserve.engine.async_engine import AsyncEngine
 from batchserve.errors import ConfigError, InvalidRequestError
 from batchserve.startup.build import build_engine

@@ -33,8 +33,12 @@ class RemoteError(BatchserveError):
 class GenerationClient:
     """A channel to one server; an async context manager. Every method raises RemoteError for a non-OK status."""
 
-    def __init__(self, target: str, tls: ClientTls | None = None) -> None:
-        """tls: None connects without encryption. Raises ConfigError for files that cannot be used."""
+    def __init__(self, target: str, tls: ClientTls | None = None, key: str | None = None) -> None:
+        """tls: None connects without encryption. key: sent with every call, if there is one.
+
+        Raises ConfigError for files that cannot be used.
+        """
+        self._metadata = None if key is None else (("authorization", f"Bearer {key}"),)
         # Otherwise gRPC uses the environment's http_proxy even for loopback connections.
         options = [("grpc.enable_http_proxy", 0)]
         if tls is None:
@@ -68,7 +72,9 @@ class GenerationClient:
     async def model_info(self) -> pb.GetModelInfoResponse:
         """Returns the server's description of its model."""
         try:
-            info: pb.GetModelInfoResponse = await self._stub.GetModelInfo(pb.GetModelInfoRequest())
+            info: pb.GetModelInfoResponse = await self._stub.GetModelInfo(
+                pb.GetModelInfoRequest(), metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise _remote_error(error) from error
         return info
@@ -76,7 +82,9 @@ class GenerationClient:
     async def generate(self, request: pb.GenerateRequest, timeout_s: float | None = None) -> pb.GenerateResponse:
         """Returns the complete answer."""
         try:
-            response: pb.GenerateResponse = await self._stub.Generate(request, timeout=timeout_s)
+            response: pb.GenerateResponse = await self._stub.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise _remote_error(error) from error
         return response
@@ -85,7 +93,7 @@ class GenerationClient:
         self, request: pb.GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.StreamGenerateResponse, None]:
         """Yields the events of one answer. Closing the generator cancels the call."""
-        call = self._stub.StreamGenerate(request, timeout=timeout_s)
+        call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for message in call:
                 yield message

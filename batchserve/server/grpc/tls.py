@@ -45,14 +45,25 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
 
 
 def client_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Returns what a client connects with. Raises ConfigError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    roots = _trusted(context, "tls_ca", tls.ca)
+    """Returns what a client connects with over gRPC. Raises ConfigError."""
+    client_context(tls)  # checks the files
+    roots = None if tls.ca is None else _read("tls_ca", tls.ca)
     if tls.certificate is None or tls.key is None:
         return grpc.ssl_channel_credentials(roots)
     chain, key = _read("tls_certificate", tls.certificate), _read("tls_key", tls.key)
-    _check_pair(context, "tls_certificate", tls.certificate, tls.key)
     return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+def client_context(tls: ClientTls) -> ssl.SSLContext:
+    """Returns what a client connects with over HTTP. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if _trusted(context, "tls_ca", tls.ca) is None:
+        context.load_default_certs()
+    if tls.certificate is not None and tls.key is not None:
+        _read("tls_certificate", tls.certificate)
+        _read("tls_key", tls.key)
+        _check_pair(context, "tls_certificate", tls.certificate, tls.key)
+    return context
 
 
 def _read(name: str, path: str) -> bytes:
