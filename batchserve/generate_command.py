@@ -15,7 +15,14 @@ import sys
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
-from batchserve.client_options import add_tls_flags, check_address, client_tls, refuse_engine_options
+from batchserve.client_options import (
+    add_key_flag,
+    add_tls_flags,
+    api_key,
+    check_address,
+    client_tls,
+    refuse_engine_options,
+)
 from batchserve.config import EngineConfig
 from batchserve.errors import ConfigError, InvalidRequestError, invalid
 from batchserve.grammar.json_schema import checked_schema
@@ -55,6 +62,7 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--server", metavar="HOST:PORT", help="ask a running server (default: load the model here)")
     add_tls_flags(parser)
+    add_key_flag(parser)
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="higher comes first, in -1000..1000 (default: 0)"
     )
@@ -127,7 +135,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.server is None:
         events = _local_events(config, *asked)
     else:
-        events = _remote_events(arguments.server, tls, *asked)
+        events = _remote_events(arguments.server, tls, api_key(arguments), *asked)
     asyncio.run(_show(events))
     return 0
 
@@ -203,12 +211,15 @@ def _client_tls(arguments: argparse.Namespace) -> ClientTls | None:
     tls = client_tls(arguments)
     if tls is not None and arguments.server is None:
         raise ConfigError("--tls, --tls-ca, --tls-certificate, --tls-key: must be with --server")
+    if arguments.api_key is not None and arguments.server is None:
+        raise ConfigError("--api-key: must be with --server")
     return tls
 
 
 async def _remote_events(
     target: str,
     tls: ClientTls | None,
+    key: str | None,
     prompt: Prompt,
     params: SamplingParams,
     speculation: SpeculationParams,
@@ -218,7 +229,7 @@ async def _remote_events(
     from batchserve.server.grpc.client import GenerationClient
     from batchserve.server.grpc.convert import to_generate_request
 
-    async with GenerationClient(target, tls) as client:
+    async with GenerationClient(target, tls, key) as client:
         request = to_generate_request(prompt, params, speculation, priority)
         async with aclosing(client.stream(request)) as messages:
             async for message in messages:

@@ -370,3 +370,22 @@ async def test_other_machines_need_keys_unless_they_need_not(host: str, keys: di
     engine = FakeEngine()
     async with serving(engine, ServerConfig(host=host, port=0, http_port=0, keys=keys["file"])):
         assert engine.shares_by_default  # within a tenant
+
+
+async def test_generate_sends_a_key(
+    keys: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("BATCHSERVE_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it makes Ctrl-C end the process
+    engine: Any = FakeEngine()
+    engine.go_on.set()
+    async with serving(engine, config(keys)) as served:
+        command = ["generate", "--server", served.address, "--prompt", "x"]
+        assert await asyncio.to_thread(main, command) == 1
+        assert "UNAUTHENTICATED: a key is needed" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, [*command, "--api-key", keys["b"]]) == 0
+        assert capsys.readouterr().out == "ab\n"
+        assert engine.arguments["tenant"] == "b"
+    assert main(["generate", "--prompt", "x", "--api-key", "y"]) == 2
+    assert "--api-key: must be with --server" in capsys.readouterr().err
