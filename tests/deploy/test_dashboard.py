@@ -39,7 +39,6 @@ pytestmark = [
         shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: apt-get install prometheus)"
     ),
 ]
-START_TIMEOUT_S = 240.0
 SCRAPE_S = 1
 # What a healthy server has no series of.
 WITHOUT_DATA = {"Contained faults, by place"}
