@@ -9,6 +9,7 @@ import math
 import os
 import re
 import secrets
+import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,17 @@ class Caller:
     def check_admin(self, what: str) -> None:
         """Raises PermissionDeniedError."""
         if not self.is_admin:
-            raise PermissionDeniedError(f"{what}: the key must be an admin's")
+            raise PermissionDeniedError(f"{what}: needs an admin's key")
+
+    @property
+    def sees_figures(self) -> bool:
+        """Whether it may read the figures of the whole server: an admin, and everybody where there are no keys."""
+        return self.is_admin or not self.tenant
+
+    def check_figures(self, what: str) -> None:
+        """Raises PermissionDeniedError."""
+        if not self.sees_figures:
+            raise PermissionDeniedError(f"{what}: needs an admin's key")
 
     def check_priority(self, priority: int) -> None:
         """Raises InvalidRequestError for a higher one than the caller's ceiling."""
@@ -185,6 +196,11 @@ def add_key(path: Path, **entry: Any) -> str:
         with os.fdopen(descriptor, "w") as file:
             file.write(new)
         read_keys(temporary)
+        if path.exists():  # it stays readable to those who read it
+            before = path.stat()
+            temporary.chmod(stat.S_IMODE(before.st_mode))
+            if os.geteuid() == 0:
+                os.chown(temporary, before.st_uid, before.st_gid)
         temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"keys = {str(path)!r}: cannot be written ({error.strerror})") from None

@@ -197,6 +197,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_at_once)
     server = GenerationServer(config, version)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)  # by default it would end the process
     try:
         address = await server.bind()
         logger.info("warming up; %s answers UNAVAILABLE until then", address)
@@ -227,9 +228,7 @@ def _end_at_once(number: int, _: object) -> None:
 
 
 def _handle_signals(server: GenerationServer) -> asyncio.Event:
-    """SIGTERM and SIGINT ask the server to stop, SIGHUP to read its keys again. Returns an event that a second of the
-    former sets.
-    """
+    """SIGTERM and SIGINT ask the server to stop. Returns an event that a second of them sets."""
     stop, hurry, loop = server.stop_asked, asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -237,7 +236,6 @@ def _handle_signals(server: GenerationServer) -> asyncio.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, server.reload)
     return hurry
 
 

@@ -56,7 +56,7 @@ class MetricsEndpoint:
         """Returns (status, content type, body) for a path."""
         if path == "/metrics":
             try:
-                self._keys.caller(authorization).check_admin("/metrics")
+                self._keys.caller(authorization).check_figures("/metrics")
             except (UnauthenticatedError, PermissionDeniedError) as error:
                 return code_of(error).value, PLAIN_TEXT, f"{error}\n".encode()
             return self._metrics.read(accept)

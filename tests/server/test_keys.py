@@ -352,6 +352,10 @@ def test_the_command_makes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert store.caller(f"bearer {second}") == Caller("other")
     assert path.read_text().startswith("# ours\n")
     assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o640)
+    assert main(["keys", str(path), "--tenant", "third"]) == 0
+    capsys.readouterr()
+    assert path.stat().st_mode & 0o777 == 0o640
     before = path.read_text()
     assert main(["keys", str(path), "--tenant", "a b"]) == 2
     assert "tenant = 'a b': must be" in capsys.readouterr().err
@@ -366,6 +370,9 @@ async def test_other_machines_need_keys_unless_they_need_not(host: str, keys: di
     async with serving(engine, ServerConfig(host=host, port=0, http_port=0, allow_unauthenticated=True)) as served:
         failed = await failure_of(served.client.stub.Drain(pb.DrainRequest()))
         assert failed.code is grpc.StatusCode.PERMISSION_DENIED
+        await served.client.stub.GetStats(pb.GetStatsRequest())
+        url = served.url.replace(f"//{host}" if host != "::" else "//[::]", "//127.0.0.1")
+        assert (await request(url, "/metrics")).status == 200
         assert not engine.shares_by_default
     engine = FakeEngine()
     async with serving(engine, ServerConfig(host=host, port=0, http_port=0, keys=keys["file"])):

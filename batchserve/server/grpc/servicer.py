@@ -114,7 +114,7 @@ class GenerationServicer:
         """Answers with the engine's load and counters. Waits for the engine's process for a few seconds at most."""
         async with self._answering(context, request, "GetStats") as call:
             call.record.level = logging.DEBUG
-            call.caller.check_admin("GetStats")
+            call.caller.check_figures("GetStats")
             await call.write(to_stats(await asyncio.to_thread(self._calls.engine.metrics.reading)))
 
     async def ClearDraftScope(

@@ -43,13 +43,13 @@ async def live(front: Front, call: HttpCall) -> None:
 
 
 async def _figures(front: Front, caller: Caller) -> dict[str, Any]:
-    """Returns totals, of which the page shows how they grow: the engine's for an admin, else the tenant's own."""
+    """Returns totals, of which the page shows how they grow: the engine's, or a tenant's own."""
     found: dict[str, Any] = {"kind": "figures", "at_s": time.monotonic(), "model": front.engine.info.name}
-    if caller.is_admin:
+    if caller.sees_figures:
         reading = await asyncio.to_thread(front.engine.metrics.reading)
         return {**found, **_of_engine(reading)}
     tenant = front.calls.tenants.by_name.get(caller.tenant)
-    if tenant is not None and caller.tenant:
+    if tenant is not None:
         values = {"completion_tokens_total": tenant.counts.completion_tokens}
         found |= {"values": values, "load": {"requests_running": tenant.num_in_flight}}
     return found

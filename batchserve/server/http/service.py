@@ -95,7 +95,7 @@ async def _state(status: ServingStatus, call: HttpCall, *, is_well: bool) -> Non
 
 async def metrics(text: MetricsText, call: HttpCall) -> None:
     """Returns the figures for Prometheus. They may wait for the engine's process for some seconds."""
-    call.caller.check_admin("/metrics")
+    call.caller.check_figures("/metrics")
     status, content_type, body = await asyncio.to_thread(text.read, call.headers.get("accept", ""))
     await call.answer_bytes(body, content_type, status)
 
@@ -109,7 +109,7 @@ async def wrong_method(method: str, call: HttpCall) -> None:
 
 
 async def not_found(call: HttpCall) -> None:
-    raise HttpRefusal(404, "NOT_FOUND", f"there is no {call.path[:200]!r}; docs/serving.md lists what there is")
+    raise HttpRefusal(404, "NOT_FOUND", f"there is no {call.path[:200]!r}; docs/http.md lists what there is")
 
 
 def _check_model(front: Front, fields: Fields) -> None:
