@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from batchserve.config import EngineConfig, ServerConfig
+from batchserve.config import EngineConfig
 from batchserve.engine import engine_process
 from batchserve.metrics import GAUGES, LOAD, Acceptance, EngineMetrics
 from batchserve.options import make_config
@@ -25,6 +25,7 @@ from batchserve.server.http import server as http_server
 from batchserve.server.keys import read_keys
 from batchserve.server.metrics_text import MetricsText
 from batchserve.server.tenants import Tenant, Tenants
+from batchserve.server_config import ServerConfig
 from tests.deploy.files import (
     DEPLOY,
     FLAG,
@@ -132,7 +133,7 @@ def test_dockerfiles(dockerfile: Path):
 def test_healthcheck_asks_what_needs_no_key():
     (url,) = re.findall(r'^URL = "(.*)"$', (DEPLOY / "healthcheck.py").read_text(), re.MULTILINE)
     assert url == f"http://127.0.0.1:{DEFAULTS.http_port}/ready"
-    assert {"/ready", "/health"} == set(app.OPEN)
+    assert {"/ready", "/health"} <= set(app.OPEN)
 
 
 def test_compose():

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import trustme
 
-from batchserve.config import ServerConfig
 from batchserve.errors import EngineFaultError
 from batchserve.server.keys import add_key
 from batchserve.server.lifecycle import GenerationServer
+from batchserve.server_config import ServerConfig
 from tests.deploy.files import DEPLOY
 from tests.server.fakes import FakeEngine
 from tests.server.harness import Client, until

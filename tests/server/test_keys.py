@@ -371,7 +371,7 @@ async def test_other_machines_need_keys_unless_they_need_not(host: str, keys: di
         failed = await failure_of(served.client.stub.Drain(pb.DrainRequest()))
         assert failed.code is grpc.StatusCode.PERMISSION_DENIED
         await served.client.stub.GetStats(pb.GetStatsRequest())
-        url = served.url.replace(f"//{host}" if host != "::" else "//[::]", "//127.0.0.1")
+        url = served.url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
         assert (await request(url, "/metrics")).status == 200
         assert not engine.shares_by_default
     engine = FakeEngine()
