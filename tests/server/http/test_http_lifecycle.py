@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import urllib.request
 from contextlib import suppress
@@ -48,6 +49,20 @@ async def test_before_the_engine_is_there_and_while_it_drains():
     assert await draining
     with pytest.raises(OSError):  # noqa: PT011 - refused, or reset
         await request(url, "/health")
+
+
+async def test_no_event_waits_for_the_client_to_confirm_the_one_before():
+    engine: Any = FakeEngine()
+    async with serving(engine) as served:
+        host, _, port = served.server.http_address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        http: Any = served.server._http
+        connections = http._server.server_state.connections
+        await until(lambda: connections)
+        (connection,) = connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
 
 
 async def test_drain_ends_what_does_not_end_by_itself():
