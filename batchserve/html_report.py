@@ -83,22 +83,23 @@ def _style() -> str:
         f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
         + _RULES
         + series
+        + RING
     )
 
 
+RING = "circle.ring{fill:none;stroke-width:2.5}"  # after the rule that fills circles
 _RULES = """
-body{margin:2rem auto;max-width:60rem;padding:0 1rem;background:var(--page);color:var(--text);
+body{margin:2rem auto;max-width:64rem;padding:0 1rem;background:var(--page);color:var(--text);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2.2rem}
 figure{margin:1rem 0;padding:.8rem;background:var(--card);border:1px solid var(--grid);border-radius:8px}
 svg{display:block;width:100%;height:auto}svg text{fill:var(--dim);font:12.5px system-ui,sans-serif}
 line,polyline{fill:none;stroke-width:2}.grid{stroke:var(--grid);stroke-width:1}.axis{stroke:var(--dim);stroke-width:1}
 .mark{stroke:var(--dim);stroke-width:1.5;stroke-dasharray:2 4}.dashed{stroke-dasharray:7 5}.faint{opacity:.45}
-circle.ring{fill:none;stroke-width:2.5}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem}dt{color:var(--dim)}dd{margin:0}
 pre{padding:.8rem;background:var(--card);border:1px solid var(--grid);border-radius:8px;white-space:pre-wrap;
 overflow-wrap:anywhere}
-.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
-th,td{padding:.3rem .6rem;border-bottom:1px solid var(--grid);text-align:left;vertical-align:top}
-th{color:var(--dim);font-weight:600}.number{text-align:right}.bold{font-weight:700}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.86rem;font-variant-numeric:tabular-nums}
+th,td{padding:.3rem .45rem;border-bottom:1px solid var(--grid);text-align:left;vertical-align:top}
+td{white-space:nowrap}th{color:var(--dim);font-weight:600}.number{text-align:right}.bold{font-weight:700}
 """

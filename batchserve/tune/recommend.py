@@ -54,7 +54,7 @@ def recommend(options: TuneOptions, measured: Sequence[Measured], kv_cache_bytes
     candidates = meeting or known or settings
     best = (max if figure == "tokens_per_s" else min)(candidates, key=lambda each: each.median(figure))
     equals = equals_of(best, candidates, figure)
-    chosen, why = _choice(best, equals, default_setting(options))
+    chosen, why = _choice(best, equals, default_setting(options), is_all=len(equals) == len(candidates))
     if not known:
         what = "no answer has a second token, so there is no time per output token; the highest throughput: "
         what += f"{_range(best, 'tokens_per_s')} tokens/s ({best.setting})"
@@ -73,22 +73,21 @@ def default_setting(options: TuneOptions) -> Setting:
     return Setting(max(options.thread_counts), EngineConfig().max_num_seqs, options.config.drafter != "none")
 
 
-def _choice(best: Repeated, equals: Sequence[Repeated], default: Setting) -> tuple[Repeated, str]:
-    """Returns the setting to take, and why it is that one."""
+def _choice(best: Repeated, equals: Sequence[Repeated], default: Setting, *, is_all: bool) -> tuple[Repeated, str]:
+    """Returns the setting to take, and why it is that one. is_all: nothing can be told apart from the best."""
     kept = next((each for each in equals if each.setting == default), None)
     num_rounds = len(best.runs)
     if num_rounds < MIN_ROUNDS:
         rounds = "once" if num_rounds == 1 else f"{num_rounds} times"
-        why = (
-            f"measured {rounds}, and fewer than {MIN_ROUNDS} rounds cannot tell settings apart (--repeats {MIN_ROUNDS})"
-        )
+        why = f"measured {rounds}; fewer than {MIN_ROUNDS} rounds cannot tell settings apart (--repeats {MIN_ROUNDS})"
         if kept is None or kept is best:
             return best, why
         return kept, f"{why}: the default is kept ({default})"
     others = ", ".join(f"({each.setting})" for each in equals if each is not best)
     if not others:
         return best, "no other setting is as good" + (": it is the default" if kept is best else "")
-    why = f"in {num_rounds} rounds these cannot be told apart from it: {others}"
+    which = f"none of {len(equals) - 1} others can be told apart from it" if is_all and len(equals) > 2 else ""
+    why = f"in {num_rounds} rounds {which or f'these cannot be told apart from it: {others}'}"
     if kept is not None:
         return kept, f"{why}; the default is kept ({default})"
     chosen = min(equals, key=_rank)

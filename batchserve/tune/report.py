@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from batchserve.tune.sweep import Repeated, Results, StepTimes
 
 RESULT_COLUMNS = (
-    *("threads", "max_num_seqs", "drafts", "runs", "tokens/s", "lowest to highest", "p50 TPOT ms", "p99 TPOT ms"),
-    *("lowest to highest", "TTFT ms", "tokens a step", "draft rows a step", "against the best"),
+    *("threads", "seqs", "drafts", "runs", "tokens/s (lowest to highest)", "p50 TPOT ms"),
+    *("p99 TPOT ms (lowest to highest)", "TTFT ms", "tokens a step", "draft rows a step", "against the best"),
 )
 
 
@@ -38,12 +38,12 @@ def make_report(options: TuneOptions, num_requests: int, results: Results, recom
         "medians; faint ones are the single runs. Above and to the left is better."
     )
     report.plot(throughput_plot(options, measured, recommendation))
-    report.table(_results(measured, recommendation))
+    report.table(_results(options, measured, recommendation))
     report.text(
-        "TPOT: a request's first to last token over the tokens after the first; percentiles are over requests, TTFT is "
-        f"their median. Against the best: the ratio of {_figure_name(recommendation)} to the best setting's, round by "
-        f"round; at least {MIN_ROUNDS} rounds are needed to tell two settings apart. If there is a target, only "
-        "settings that met it in every run can be the best."
+        "seqs: max_num_seqs. TPOT: a request's first to last token over the tokens after the first; percentiles are "
+        f"over requests, TTFT is their median. Against the best: the ratio of {_figure_name(recommendation)} to the "
+        f"best setting's, round by round; at least {MIN_ROUNDS} rounds are needed to tell two settings apart. If there "
+        "is a target, only settings that met it in every run can be the best."
     )
     if results.step_times:
         report.heading("Step time by rows")
@@ -108,22 +108,20 @@ def step_time_plot(step_times: Sequence[StepTimes]) -> Plot:
     return Plot("step time by number of rows", "rows of one step", "step time (ms)", series, is_log=True)
 
 
-def _results(measured: Sequence[Repeated], recommendation: Recommendation) -> Table:
+def _results(options: TuneOptions, measured: Sequence[Repeated], recommendation: Recommendation) -> Table:
     rows = [
         (
             str(each.setting.num_threads),
             str(each.setting.max_num_seqs),
             "on" if each.setting.is_adaptive else "off",
             str(len(each.runs)),
-            f"{each.median('tokens_per_s'):.0f}",
             _range(each, "tokens_per_s", 1.0, 0),
             f"{each.median('p50_tpot_s') * 1e3:.2f}",
-            f"{each.median('p99_tpot_s') * 1e3:.2f}",
-            _range(each, "p99_tpot_s", 1e3, 2),
+            _range(each, "p99_tpot_s", 1e3, 1),
             f"{each.median('p50_ttft_s') * 1e3:.0f}",
             f"{each.median('acceptance_length'):.2f}",
             f"{each.median('draft_rows_per_request'):.1f}",
-            _against_best(each, recommendation),
+            _against_best(options, each, recommendation),
         )
         for each in measured
     ]
@@ -131,14 +129,15 @@ def _results(measured: Sequence[Repeated], recommendation: Recommendation) -> Ta
     return Table(RESULT_COLUMNS, rows, num_texts=0, bold=settings.index(recommendation.measured.setting))
 
 
-def _against_best(each: Repeated, recommendation: Recommendation) -> str:
+def _against_best(options: TuneOptions, each: Repeated, recommendation: Recommendation) -> str:
     best, figure = recommendation.best, recommendation.figure
     if each.setting == best.setting:
         return "the best"
     if any(each.setting == other.setting for other in recommendation.equals):
-        return "cannot be told apart"
+        return "not told apart"
+    if recommendation.meets_target and each.range("p99_tpot_s")[1] * 1e3 > (options.tpot_target_ms or 0):
+        return "missed the target"
     ratios = Comparison.of(each, best, figure).ratios
-    # A setting that missed the target was not a candidate: it may even be faster.
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not known"
 
 
@@ -157,8 +156,9 @@ def _step_times(step_times: Sequence[StepTimes]) -> Table:
 
 
 def _range(each: Repeated, figure: str, scale: float, digits: int) -> str:
-    low, high = (f"{value * scale:.{digits}f}" for value in each.range(figure))
-    return f"{low} to {high}"
+    values = (each.median(figure), *each.range(figure))
+    median, low, high = (f"{value * scale:.{digits}f}" for value in values)
+    return f"{median} ({low} to {high})"
 
 
 def _sentence(text: str) -> str:

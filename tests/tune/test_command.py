@@ -370,6 +370,12 @@ def test_the_default_is_kept_unless_another_setting_is_told_apart():
     assert best.reason.endswith("no other setting is as good: it is the default")
 
 
+def test_that_nothing_can_be_told_apart_is_said_in_short():
+    noise = [*runs(8, False, 330, 340, 350), *runs(16, True, 320, 350, 330), *runs(2, True, 300, 360, 340)]
+    reason = recommend(make_options(), noise, {1: KV_BYTES}).reason
+    assert "in 3 rounds none of 2 others can be told apart from it; the default is kept" in reason
+
+
 @pytest.mark.parametrize("num_rounds", [1, 2])
 def test_fewer_than_three_rounds_tell_nothing_apart_and_say_so(num_rounds: int):
     fast, slow = runs(8, False, *[400] * num_rounds), runs(4, True, *[100] * num_rounds)

@@ -57,9 +57,16 @@ def test_the_page_says_what_cannot_be_told_apart():
     root = ElementTree.fromstring(page.removeprefix("<!doctype html>"))
     assert root.findtext("body/pre") == chosen.command
     results, _ = root.iter("table")
-    assert [row[-1].text for row in results.iter("tr")][1:] == ["the best", "0.29 to 0.30", "cannot be told apart"]
+    assert [row[-1].text for row in results.iter("tr")][1:] == ["the best", "0.29 to 0.30", "not told apart"]
     assert [row.get("class") for row in results.iter("tr")][1:] == [None, None, "bold"]
     assert "ended early" in page, "9 of 24 runs"
+
+
+def test_the_page_says_which_settings_missed_the_target():
+    options = make_options(tpot_target_ms=30.0)
+    page = make_report(options, 64, Results([], MEASURED), recommend(options, MEASURED, {1: 1}))
+    root = ElementTree.fromstring(page.removeprefix("<!doctype html>"))
+    assert [row[-1].text for row in root.iter("tr")][1:] == ["the best", "0.29 to 0.30", "missed the target"]
 
 
 def test_a_sweep_without_times_per_output_token_still_has_a_report():
