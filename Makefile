@@ -2,7 +2,7 @@
 # make demo MODEL=smollm2   the same with SmolLM2-135M-Instruct, which tools.real_model fetches; or MODEL=FOLDER
 # make test   set up and run the checks and the quick tests: some minutes
 # make test-all   all tests
-# make load   set up and load a real server with Locust, speculation on against off
+# make load   set up and load a real server with Locust, speculation on against off; writes load_report.html
 # make check  the checks and tests in the environment that is there
 # make setup  only the virtual environment, with all tools
 

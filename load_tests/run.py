@@ -1,8 +1,9 @@
 """Load a real server with Locust, speculation on against off: `python -m load_tests.run [--smoke] [-- SERVER OPTIONS]`.
 
 Starts the server on a free loopback port, runs the stages of load_tests/locustfile.py (about a minute), prints one
-table and writes what it has measured to OUT, if that is given. Exits non-zero when any request failed, a stage answered
-none, or the server did not end well. `--smoke` takes 10 seconds and asks for shorter answers.
+table, and writes a report with plots to HTML, and what it has measured to OUT if that is given. Exits non-zero when any
+request failed, a stage answered none, or the server did not end well. `--smoke` takes 10 seconds and asks for shorter
+answers.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from batchserve.errors import ConfigError
+from batchserve.files import check_writable
 from batchserve.v1 import generation_pb2 as pb
 from batchserve.v1 import generation_pb2_grpc
+from load_tests.report import make_report
 from load_tests.server import ServerError, running_server
 from load_tests.stages import USER_COUNTS
 
@@ -114,17 +118,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="10 seconds")
     parser.add_argument("--stage-seconds", type=float, help=f"of each of the stages (default: {STAGE_S:g})")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--html", type=Path, default=Path("load_report.html"), help="the report (default: %(default)s)")
     parser.add_argument("server_options", nargs="*", help="for batchserve serve, behind --")
     args = parser.parse_args(arguments)
     if args.stage_seconds is not None and not 0 < args.stage_seconds < float("inf"):
         parser.error(f"--stage-seconds = {args.stage_seconds}: must be finite and > 0")
     stage_s = args.stage_seconds or (SMOKE_STAGE_S if args.smoke else STAGE_S)
-    out = args.out
-    if out is not None:
+    for name, path in (("--out", args.out), ("--html", args.html)):
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                check_writable(path, name)
         except OSError as error:
-            parser.error(f"--out = {out}: must be a file in a folder that exists or can be made ({error.strerror})")
+            parser.error(f"{name} = {path}: must be a file in a folder that exists or can be made ({error.strerror})")
+        except ConfigError as error:
+            parser.error(str(error))
     # As an exception, so that the server is ended on the way out.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     print("load: starting the server", flush=True)
@@ -139,9 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     print_table(stages)
-    if out is not None:
-        out.write_text(json.dumps(report_of(stages, info, args.server_options), indent=2) + "\n")
-        print(f"load: written to {out.name}")
+    measured = report_of(stages, info, args.server_options)
+    if args.out is not None:
+        args.out.write_text(json.dumps(measured, indent=2) + "\n")
+        print(f"load: written to {args.out}")
+    args.html.write_text(make_report(measured))
+    print(f"load: report written to {args.html}")
     failures = sum(stage["failures"] for stage in stages)
     unanswered = [stage for stage in stages if not stage["requests"]]
     if status or failures or unanswered or not stages:

@@ -1,4 +1,4 @@
-"""What a well-formed stream is, checked event by event, and what the client's clock says of it."""
+"""What a well-formed stream of gRPC is, checked event by event, and what the client's clock says of any stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from batchserve.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class StreamShapeError(Exception):
-    """The server answered OK, but not with started, delta*, finished, or its counts do not agree."""
+    """The server answered OK, but not with the stream that it has to send, or its counts do not agree."""
 
 
 @dataclass(slots=True)
@@ -74,37 +74,51 @@ def consume(
     if started is None or finished is None:
         raise StreamShapeError("ended with OK before " + ("started" if started is None else "finished"))
     record.usage = finished.usage
-    _check_counts(request, record, started, finished)
+    check_counts(
+        record,
+        max_tokens=request.stop.max_tokens if request.stop.HasField("max_tokens") else None,
+        is_speculating=request.speculation.mode != pb.SpeculationOptions.MODE_OFF,
+        is_cut_at_max=finished.finish_reason == pb.FINISH_REASON_LENGTH,
+        also={
+            "a request id": bool(started.request_id),
+            f"prompt_tokens {started.prompt_tokens} = {record.usage.prompt_tokens}": (
+                started.prompt_tokens == record.usage.prompt_tokens
+            ),
+            "a finish reason": finished.finish_reason != pb.FINISH_REASON_UNSPECIFIED,
+        },
+    )
     return record
 
 
-def _check_counts(
-    request: pb.GenerateRequest, record: StreamRecord, started: pb.Started, finished: pb.Finished
+def check_counts(
+    record: StreamRecord,
+    *,
+    max_tokens: int | None,
+    is_speculating: bool,
+    is_cut_at_max: bool,
+    also: Mapping[str, bool],
 ) -> None:
-    usage = finished.usage
+    """Checks what the usage says against what was delivered and asked for. Raises StreamShapeError.
+
+    is_cut_at_max: the answer ended because it had max_tokens. also: what else must be true.
+    """
+    usage = record.usage
     delivered = sum(count for _, count in record.arrivals)
-    is_off = request.speculation.mode == pb.SpeculationOptions.MODE_OFF
-    has_length_limit = request.stop.HasField("max_tokens")
     checks = {
-        "a request id": bool(started.request_id),
-        f"prompt_tokens {started.prompt_tokens} = {usage.prompt_tokens} > 0": (
-            started.prompt_tokens == usage.prompt_tokens > 0
-        ),
+        **also,
+        f"prompt_tokens {usage.prompt_tokens} > 0": usage.prompt_tokens > 0,
         f"{delivered} tokens delivered = completion_tokens {usage.completion_tokens}": (
             delivered == usage.completion_tokens
         ),
-        f"completion_tokens {usage.completion_tokens} <= max_tokens {request.stop.max_tokens}": (
-            not has_length_limit or usage.completion_tokens <= request.stop.max_tokens
+        f"completion_tokens {usage.completion_tokens} <= max_tokens {max_tokens}": (
+            max_tokens is None or usage.completion_tokens <= max_tokens
         ),
         f"accepted {usage.accepted_draft_tokens} <= drafted {usage.draft_tokens}": (
             usage.accepted_draft_tokens <= usage.draft_tokens
         ),
-        f"drafted {usage.draft_tokens} = 0 without speculation": not is_off or usage.draft_tokens == 0,
-        "a finish reason": finished.finish_reason != pb.FINISH_REASON_UNSPECIFIED,
-        f"{delivered} tokens = max_tokens {request.stop.max_tokens} where that was the reason": (
-            not has_length_limit
-            or finished.finish_reason != pb.FINISH_REASON_LENGTH
-            or delivered == request.stop.max_tokens
+        f"drafted {usage.draft_tokens} = 0 without speculation": is_speculating or usage.draft_tokens == 0,
+        f"{delivered} tokens = max_tokens {max_tokens} where that was the reason": (
+            max_tokens is None or not is_cut_at_max or delivered == max_tokens
         ),
     }
     broken = [what for what, holds in checks.items() if not holds]

@@ -1,223 +1,214 @@
-"""The users that load_tests/locustfile.py offers to Locust, their options, and how a run ends."""
+"""The users that load_tests/locustfile.py offers to Locust: one protocol each."""
 
 from __future__ import annotations
 
-import random
-import re
-import sys
+import http.client
+import json
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import gevent
 import grpc
-import grpc.experimental.gevent
-from locust import User, constant, events, task
+from locust import User, constant, task
 from locust.exception import LocustError
-from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
-from batchserve.errors import ConfigError
-from batchserve.server.grpc.tls import ClientTls, client_credentials
 from batchserve.v1 import generation_pb2_grpc
 from load_tests import staged  # not its class: Locust would take that for the shape of every run
-from load_tests.latencies import Latencies
+from load_tests.http_check import FailedInStreamError, consume_http, error_text
 from load_tests.stream_check import StreamShapeError, consume
-from load_tests.workloads import Workload
+from load_tests.targets import GRPC, HTTP, grpc_address, grpc_credentials, has_tls, http_target, https_context
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    from collections.abc import Iterator
 
-    from locust.env import Environment
-    from locust.runners import Runner
-
+    from load_tests.locust_run import Run
     from load_tests.stages import Stage
     from load_tests.stream_check import StreamRecord
+    from load_tests.workloads import Item
 
 REQUEST_TIMEOUT_S = 30.0
 AFTER_FAILURE_S = 0.1  # a server that is gone would be asked thousands of times a second
-HOST_NAME = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]", re.ASCII)  # or an IPv6 address
+READ_BYTES, MAX_ERROR_BYTES = 1 << 16, 1 << 16
 CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection for every user, as with real clients
 ]
 
 
-@events.init_command_line_parser.add_listener
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=128, help="the most tokens of an answer")
-    parser.add_argument("--speculation", choices=("on", "off"), default="on", help="whether calls ask for drafts")
-    parser.add_argument("--seed", default="", help="of the prompts (default: another one each run)")
-    # Locust has --tls-cert and --tls-key for its web UI.
-    parser.add_argument("--grpc-tls", action="store_true", help="speak TLS with the server")
-    parser.add_argument("--grpc-tls-ca", metavar="FILE", help="speak TLS, and trust the certificates in this file")
-    parser.add_argument("--grpc-tls-certificate", metavar="FILE", help="show this certificate to the server")
-    parser.add_argument("--grpc-tls-key", metavar="FILE", help="the key of --grpc-tls-certificate")
-    hidden: dict[str, Any] = {"include_in_web_ui": False}  # Locust's own parser knows this
-    parser.add_argument(
-        "--stage-seconds",
-        type=float,
-        help="walk through stages of 2, 8 and 16 users, speculation on against off, each so long",
-        **hidden,
-    )
-    parser.add_argument("--samples-out", default="", help="where to write what each stage measured, as JSON", **hidden)
+class CallFailedError(LocustError):
+    """The server refused a call or ended it with an error, or it could not be reached."""
 
 
-@events.init.add_listener
-def on_init(environment: Environment, runner: Runner, **_: Any) -> None:
-    # Locust has patched the standard library for gevent. gRPC has to be told before any channel is made, and after
-    # --processes has forked.
-    grpc.experimental.gevent.init_gevent()
-    options = environment.parsed_options
-    if options.stage_seconds is not None:
-        if not isinstance(runner, LocalRunner) or environment.shape_class is not None:
-            _refuse("--stage-seconds: must be in one process, and without another shape")
-        environment.shape_class = staged.StagedShape(options.stage_seconds, environment)
-    # A worker is told by its master, and the web UI asks for it.
-    if (options.headless or environment.host) and not isinstance(runner, WorkerRunner):
-        try:
-            _address(environment.host or "")
-        except LocustError as error:
-            _refuse(f"--host: {error}")
-    GrpcUser.load = Run(environment)
-
-
-def _address(host: str) -> str:
-    """The HOST:PORT of what may be written as a URL, as in the field of the web UI. Raises LocustError."""
-    address = host.removeprefix("http://").removeprefix("grpc://").rstrip("/")
-    name, _, port = address.rpartition(":")
-    if not name or not HOST_NAME.fullmatch(name) or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
-        raise LocustError(f"host = {host!r}: must be the server's HOST:PORT, such as 127.0.0.1:50051")
-    return address
-
-
-def _refuse(message: str) -> None:
-    print(f"load: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
-class Run:
-    """A run as one process sees it. The master, or a process alone, also knows the others' latencies and the end."""
-
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-        self.latencies = Latencies()
-        self.seed = ""
-        self.num_users = 0
-        self.num_workers = 0
-        self.faults: set[str] = set()
-        listeners = environment.events
-        listeners.test_start.add_listener(self.begin)
-        listeners.test_stopping.add_listener(self.count_workers)
-        if isinstance(environment.runner, WorkerRunner):
-            listeners.report_to_master.add_listener(self.report)
-        else:
-            listeners.worker_report.add_listener(self.take_report)
-            listeners.quitting.add_listener(self.end)
-
-    def begin(self, **_: Any) -> None:
-        self.latencies, self.num_users, self.faults = Latencies(), 0, {"no call has ended"}
-        # A server that has answered a run's prompts before would draft their answers from that. And no two workers ask
-        # the same.
-        seed = self.environment.parsed_options.seed or random.SystemRandom().getrandbits(64)
-        self.seed = f"{seed} {getattr(self.environment.runner, 'worker_index', 0)}"
-        self.num_workers = self._num_workers()
-
-    def next_number(self) -> int:
-        self.num_users += 1
-        return self.num_users - 1
-
-    def report(self, data: dict[str, Any], **_: Any) -> None:
-        data["latencies"] = self.latencies.take()
-
-    def take_report(self, data: dict[str, Any], **_: Any) -> None:
-        self.latencies.merge(data.get("latencies", {}))
-
-    def count_workers(self, **_: Any) -> None:
-        if self._num_workers() < self.num_workers:
-            self.faults.add("a worker was lost")
-
-    def end(self, **_: Any) -> None:
-        """Say what Locust does not count, and give a run that Locust thinks well of the status that it deserves."""
-        if self.environment.stats.total.num_requests:
-            self.faults.discard("no call has ended")
-        for line in self.latencies.lines():
-            print(f"load: {line}", flush=True)
-        if self.faults:
-            print(f"load: FAILED: {', '.join(sorted(self.faults))}", file=sys.stderr, flush=True)
-            self.environment.process_exit_code = 1
-
-    def _num_workers(self) -> int:
-        runner = self.environment.runner
-        return len(runner.clients) - len(runner.clients.missing) if isinstance(runner, MasterRunner) else 0
-
-
-def _channel(address: str, options: Any) -> grpc.Channel:
-    files = options.grpc_tls_ca, options.grpc_tls_certificate, options.grpc_tls_key
-    if not options.grpc_tls and not any(files):
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-    try:
-        credentials = client_credentials(ClientTls(*files))
-    except ConfigError as error:
-        raise LocustError(str(error)) from None
-    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-
-
-class GrpcUser(User):
+class StreamUser(User):
     """One client with a connection of its own that streams one answer after the other."""
 
+    abstract = True
     wait_time = constant(0)
-    workload = Workload()
+    protocol: ClassVar[str]
+    request_type: ClassVar[str]
     load: ClassVar[Run]  # this process's
 
     def on_start(self) -> None:
-        address = _address(self.environment.host or "")
+        self.options = self.environment.parsed_options
+        self.connect()
         self.number = self.load.next_number()
         self.num_sent = 0
-        self.channel = _channel(address, self.environment.parsed_options)
-        self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
 
-    def on_stop(self) -> None:
-        if hasattr(self, "channel"):
-            self.channel.close()
+    @classmethod
+    def check_host(cls, host: str, options: Any) -> None:
+        """Raises LocustError if users of this kind cannot be sent there."""
+        raise NotImplementedError
+
+    def connect(self) -> None:
+        """Makes the connection. Raises LocustError."""
+        raise NotImplementedError
+
+    def name_of(self, item: Item) -> str:
+        """Returns the name of a call in Locust's statistics."""
+        raise NotImplementedError
+
+    def call(self, item: Item, is_speculating: bool) -> StreamRecord:
+        """Asks for one answer and reads it to its end. Raises CallFailedError, StreamShapeError."""
+        raise NotImplementedError
 
     @task
     def stream(self) -> None:
-        options, shape, stage = self.environment.parsed_options, self.environment.shape_class, None
+        shape, stage = self.environment.shape_class, None
         if isinstance(shape, staged.StagedShape):
             stage = shape.wait_for_stage(self.number)
             if stage is None:
                 return
-        is_speculating = options.speculation == "on" if stage is None else stage.is_speculating
+        is_speculating = self.options.speculation == "on" if stage is None else stage.is_speculating
         self.num_sent += 1
         # Not the same prompts in two stages: what one left in the shared drafts would flatter the other.
         seed = f"{self.load.seed} {stage.name if stage else ''} {self.number} {self.num_sent}"
-        request = self.workload.request(seed, is_speculating, options.max_tokens)
-        sent_s, record, error = time.perf_counter(), None, None
+        item = self.load.workload.item(seed)
+        started_s, record, error = time.perf_counter(), None, None
         try:
-            record = consume(
-                request, self.stub.StreamGenerate(request, timeout=REQUEST_TIMEOUT_S), time.perf_counter, sent_s
-            )
-        except grpc.RpcError as failed:  # its text differs from call to call, and Locust counts by text
-            error = LocustError(f"{failed.code().name}: {failed.details()}")
-        except StreamShapeError as failed:
+            record = self.call(item, is_speculating)
+        except (CallFailedError, StreamShapeError) as failed:
             error = failed
-        self._report(stage, record, error, time.perf_counter() - sent_s)
+        self._report(item, stage, record, error, time.perf_counter() - started_s)
         if error is not None:
             gevent.sleep(AFTER_FAILURE_S)
 
     def _report(
-        self, stage: Stage | None, record: StreamRecord | None, error: Exception | None, seconds: float
+        self, item: Item, stage: Stage | None, record: StreamRecord | None, error: Exception | None, seconds: float
     ) -> None:
         """One event for the call; stages keep samples of their own."""
         shape = self.environment.shape_class
+        name = self.name_of(item) if stage is None else f"{stage.users:>2} users, speculation {stage.mode}"
         if stage is not None and isinstance(shape, staged.StagedShape):
             shape.add(stage, record)
         elif record is not None:
-            self.load.latencies.add(record)
+            self.load.add(record, name)
         self.environment.events.request.fire(
-            request_type="gRPC",
-            name="StreamGenerate" if stage is None else f"{stage.users:>2} users, speculation {stage.mode}",
+            request_type=self.request_type,
+            name=name,
             response_time=(seconds if record is None else record.end_to_end_s) * 1e3,
             response_length=0 if record is None else record.usage.completion_tokens,
             exception=error,
             context={},
         )
+
+
+class GrpcUser(StreamUser):
+    """Streams over gRPC: StreamGenerate."""
+
+    protocol, request_type = GRPC, "gRPC"
+
+    @classmethod
+    def check_host(cls, host: str, options: Any) -> None:
+        grpc_address(host)
+
+    def connect(self) -> None:
+        address, credentials = grpc_address(self.environment.host or ""), grpc_credentials(self.options)
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self.metadata = [("authorization", f"Bearer {self.options.api_key}")] if self.options.api_key else []
+
+    def on_stop(self) -> None:
+        if hasattr(self, "channel"):
+            self.channel.close()
+
+    def name_of(self, item: Item) -> str:
+        return "StreamGenerate"
+
+    def call(self, item: Item, is_speculating: bool) -> StreamRecord:
+        request = item.grpc_request(is_speculating, self.options.max_tokens)
+        sent_s = time.perf_counter()
+        try:
+            events = self.stub.StreamGenerate(request, timeout=REQUEST_TIMEOUT_S, metadata=self.metadata)
+            return consume(request, events, time.perf_counter, sent_s)
+        except grpc.RpcError as failed:  # its text differs from call to call, and Locust counts by text
+            raise CallFailedError(f"{failed.code().name}: {failed.details()}") from None
+
+
+class HttpUser(StreamUser):
+    """Streams over HTTP as clients of the OpenAI API do: chats, and completions of prompts without messages."""
+
+    protocol, request_type = HTTP, "POST"
+
+    @classmethod
+    def check_host(cls, host: str, options: Any) -> None:
+        http_target(host, has_tls(options))
+
+    def connect(self) -> None:
+        target = http_target(self.environment.host or "", has_tls(self.options))
+        if target.is_tls:
+            self.connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                target.host, target.port, timeout=REQUEST_TIMEOUT_S, context=https_context(self.options)
+            )
+        else:
+            self.connection = http.client.HTTPConnection(target.host, target.port, timeout=REQUEST_TIMEOUT_S)
+        self.headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if self.options.api_key:
+            self.headers["Authorization"] = f"Bearer {self.options.api_key}"
+
+    def on_stop(self) -> None:
+        if hasattr(self, "connection"):
+            self.connection.close()
+
+    def name_of(self, item: Item) -> str:
+        return item.http_path
+
+    def call(self, item: Item, is_speculating: bool) -> StreamRecord:
+        body = item.http_body(is_speculating, self.options.max_tokens)
+        data, is_complete = json.dumps(body).encode(), False
+        late = TimeoutError(f"no whole answer within {REQUEST_TIMEOUT_S:g} s")
+        sent_s = time.perf_counter()
+        try:
+            with gevent.Timeout(REQUEST_TIMEOUT_S, late):
+                self.connection.request("POST", item.http_path, data, self.headers)
+                response = self.connection.getresponse()
+                _check_response(response)
+                record = consume_http(body, _parts(response), time.perf_counter, sent_s)
+            is_complete = True
+            return record
+        except (OSError, http.client.HTTPException, FailedInStreamError) as failed:
+            raise CallFailedError(f"{type(failed).__name__}: {failed}") from None
+        finally:
+            if not is_complete:
+                self.connection.close()  # the next call opens it again
+
+
+def _check_response(response: http.client.HTTPResponse) -> None:
+    """Raises CallFailedError, StreamShapeError."""
+    if response.status != http.client.OK:
+        body = response.read(MAX_ERROR_BYTES)
+        try:
+            text = error_text(json.loads(body))
+        except ValueError:
+            text = f"not JSON: {body[:80]!r}"
+        raise CallFailedError(f"HTTP {response.status}: {text}")
+    kind = response.headers.get_content_type()
+    if kind != "text/event-stream":
+        raise StreamShapeError(f"Content-Type is {kind}: must be text/event-stream")
+
+
+def _parts(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    while part := response.read1(READ_BYTES):
+        yield part

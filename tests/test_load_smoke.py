@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -40,12 +41,17 @@ def test_ctrl_c_is_no_traceback():
 
 def test_load_smoke(tmp_path):
     out = tmp_path / "load.json"
-    process = _start("--smoke", "--out", str(out))
+    process = _start("--smoke", "--out", str(out), "--html", str(tmp_path / "load.html"))
     try:
         output, _ = process.communicate(timeout=240)
     finally:
         process.terminate()  # which ends the server too, where a kill would leave it behind
     assert process.returncode == 0, output
+    assert f"report written to {tmp_path / 'load.html'}" in output
+    root = ElementTree.fromstring((tmp_path / "load.html").read_text().removeprefix("<!doctype html>"))
+    svg = "{http://www.w3.org/2000/svg}"
+    assert [len([*plot.iter(f"{svg}polyline")]) for plot in root.iter(f"{svg}svg")] == [2, 4, 4]
+    assert len([*root.iter("table")]) == 3
     stages = json.loads(out.read_text())["stages"]
     assert {(stage["users"], stage["speculation"]) for stage in stages} == {
         (users, mode) for users in (2, 8, 16) for mode in ("on", "off")

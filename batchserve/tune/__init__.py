@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.files import bundled_sets, parse_path, parse_recorded
@@ -62,19 +63,22 @@ def add_tune_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="measure every setting so many times, in turn with the others (default: 3)",
+        help="measure every setting so many times, in turn with the others (default: 3; fewer tell nothing apart)",
     )
     parser.add_argument(
         "--out",
         type=parse_path,
         metavar="DIR",
-        help="a folder for tune.json and the plots (default: nothing is written)",
+        help="a folder for tune.json, which has every figure (default: it is not written)",
     )
     parser.add_argument(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        help="draw into --out; needs matplotlib (default: where --out is given and matplotlib is installed)",
+        "--html",
+        type=parse_path,
+        default=Path("tune_report.html"),
+        metavar="FILE",
+        help="the report with its plots (default: tune_report.html)",
     )
+    parser.add_argument("--no-html", dest="html", action="store_const", const=None, help="write no report")
 
 
 def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_flags: Sequence[str]) -> int:
@@ -91,7 +95,7 @@ def run_tune_command(arguments: argparse.Namespace, config: EngineConfig, serve_
         num_requests=arguments.requests,
         num_repeats=arguments.repeats,
         out=arguments.out,
-        has_plots=arguments.plots,
+        html=arguments.html,
         serve_flags=tuple(serve_flags),
     )
     return run_tune(options)

@@ -1,4 +1,4 @@
-"""`batchserve tune`: runs the sweep, writes and shows the results, and recommends a setting."""
+"""`batchserve tune`: runs the sweep, recommends a setting, and writes and shows the results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import ConfigError
-from batchserve.files import writing
+from batchserve.files import check_writable, writing
 from batchserve.tune.recommend import COMPARED, PERCENTILE, recommend
+from batchserve.tune.report import make_report
 from batchserve.tune.sweep import FIGURES, Results, by_setting, sweep_threads
-from batchserve.tune.view import plot_frontier, plot_step_times, require_matplotlib, show, sweep_progress
+from batchserve.tune.view import show, sweep_progress
 from batchserve.tune.workload import load_workload
 from batchserve.version import __version__
 
@@ -32,8 +33,8 @@ def run_tune(options: TuneOptions) -> int:
 
     Whatever ends the sweep early, including Ctrl-C, is raised after the results so far have been reported.
     """
-    if options.has_plots:
-        require_matplotlib()
+    if options.html is not None:
+        check_writable(options.html, "html")
     requests = read_workload(options)
     if options.out is not None:
         _make_folder(options.out)
@@ -60,25 +61,18 @@ def sweep_order(options: TuneOptions) -> list[tuple[Sequence[int], int]]:
 def _report(options: TuneOptions, num_requests: int, results: Results) -> None:
     kv_cache_bytes = {times.num_threads: times.kv_cache_bytes for times in results.step_times}
     recommendation = recommend(options, results.measured, kv_cache_bytes)
-    is_written = False
+    written: list[Path] = []
     try:
         if options.out is not None:
-            _write(options.out, options, num_requests, results, recommendation)
-            is_written = True
+            with writing(options.out / "tune.json") as path:
+                path.write_text(json.dumps(as_json(options, num_requests, results, recommendation), indent=1) + "\n")
+            written.append(path)
+        if options.html is not None:
+            with writing(options.html) as path:
+                path.write_text(make_report(options, num_requests, results, recommendation))
+            written.append(options.html)
     finally:  # a full disk must not lose an hour of measurements
-        show(options, num_requests, results, recommendation, is_written=is_written)
-
-
-def _write(
-    out: Path, options: TuneOptions, num_requests: int, results: Results, recommendation: Recommendation
-) -> None:
-    with writing(out / "tune.json") as path:
-        path.write_text(json.dumps(as_json(options, num_requests, results, recommendation), indent=1) + "\n")
-    if options.has_plots:
-        with writing(out / "frontier.png") as path:
-            plot_frontier(path, options, by_setting(results.measured), recommendation)
-        with writing(out / "step_time.png") as path:
-            plot_step_times(path, results.step_times)
+        show(options, num_requests, results, recommendation, written)
 
 
 def _make_folder(out: Path) -> None:
@@ -157,6 +151,7 @@ def as_json(
             "reason": recommendation.reason,
             "command": recommendation.command,
         },
+        "cannot_be_told_apart": [dataclasses.asdict(each.setting) for each in recommendation.equals],
     }
 
 

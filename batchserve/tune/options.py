@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,7 @@ class TuneOptions:
     """The options of a sweep. `batchserve tune --help` explains each. Raises ConfigError.
 
     config: the server's configuration, without the options that the sweep decides. serve_flags: `config` as
-    command-line flags. out: None writes nothing. has_plots: None draws plots if `out` is given and matplotlib is
-    installed.
+    command-line flags. out: a folder for tune.json. html: the file of the report. None writes neither.
     """
 
     config: EngineConfig
@@ -31,7 +29,7 @@ class TuneOptions:
     num_requests: int | None = None
     num_repeats: int = 3
     out: Path | None = None
-    has_plots: bool | None = None
+    html: Path | None = None
     serve_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,11 +53,6 @@ class TuneOptions:
             self.engine_config(num_threads)
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"out = {str(self.out)!r}: must be a folder")
-        if self.has_plots and self.out is None:
-            raise ConfigError("plots: must be with --out DIR, where they are written")
-        if self.has_plots is None:
-            is_possible = self.out is not None and importlib.util.find_spec("matplotlib") is not None
-            object.__setattr__(self, "has_plots", is_possible)
 
     @property
     def thread_counts(self) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class Measured:
 
     tpot: time from the first to the last token over the tokens after the first, with percentiles by nearest rank; nan
     if no answer has a second token. acceptance_length: tokens of one request's decoding step. draft_rows_per_request:
-    K, the draft rows of one request's decoding step.
+    K, the draft rows of one request's decoding step. turn: the round in which every setting was measured once.
     """
 
     setting: Setting
@@ -69,9 +69,10 @@ class Measured:
     acceptance_length: float
     draft_rows_per_request: float
     seconds: float
+    turn: int = 0
 
 
-FIGURES = tuple(each.name for each in fields(Measured) if each.name != "setting")
+FIGURES = tuple(each.name for each in fields(Measured) if each.name not in ("setting", "turn"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +219,8 @@ async def _sweep(
         listener.say("warming up")
         await asyncio.gather(*(_warm_up(engine, request) for request in requests[: max(sizes)]))
         each_once = [*itertools.product(sizes, modes)]
-        order = itertools.chain.from_iterable(each_once[:: -1 if number % 2 else 1] for number in rounds)
-        for number, (max_num_seqs, is_adaptive) in enumerate(order):
+        order = [(turn, *each) for turn in rounds for each in each_once[:: -1 if turn % 2 else 1]]
+        for number, (turn, max_num_seqs, is_adaptive) in enumerate(order):
             setting = Setting(built.core.executor.num_threads, max_num_seqs, is_adaptive)
             # Each setting has its own scope, so none gains from the answers of another.
             scope = PRIVATE_SCOPE if config.default_draft_scope == PRIVATE_SCOPE else f"{SCOPE}-{number}"
@@ -228,7 +229,7 @@ async def _sweep(
             # Without speculation no time must be spent on choosing drafts.
             built.core.drafts.policy = policies[is_adaptive]
             listener.say(str(setting))
-            done = await _ClosedLoad(engine, requests, setting, scope, listener.request_done).run()
+            done = await _ClosedLoad(engine, requests, setting, scope, listener.request_done, turn).run()
             results.measured.append(done)
             listener.setting_done(done)
     finally:
@@ -259,6 +260,7 @@ class _ClosedLoad:
     setting: Setting
     scope: str
     on_done: Callable[[], None]
+    turn: int = 0
     num_tokens: int = 0
     num_done: int = 0
     tpot_s: list[float] = field(default_factory=list)
@@ -292,6 +294,7 @@ class _ClosedLoad:
             acceptance_length=1 + accepted / max(1.0, steps),
             draft_rows_per_request=drafted / max(1.0, steps),
             seconds=seconds,
+            turn=self.turn,
         )
 
     async def _work(self, waiting: Iterator[WorkloadRequest], place: int, is_over: asyncio.Event) -> None:

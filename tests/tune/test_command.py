@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,12 +21,10 @@ from batchserve.tune import command, sweep, view
 from batchserve.tune.command import as_json, sweep_order
 from batchserve.tune.options import TuneOptions, available_cores
 from batchserve.tune.recommend import recommend
-from batchserve.tune.sweep import Measured, Results, Setting, StepTimes, by_setting
+from batchserve.tune.sweep import Measured, Results, Setting, StepTimes
 
-HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None  # of the extra "bench"
 KV_BYTES = 3 << 20
-NO_PLOTS = () if HAS_PLOTS else ("--no-plots",)
-PNG = b"\x89PNG\r\n"
+SVG = "{http://www.w3.org/2000/svg}"
 FLAGS = ("--drafter", "trie", "--dtype", "float32", "--max-model-len", "320", "--max-num-batched-tokens", "64")
 
 
@@ -53,6 +50,12 @@ def make_measured(seqs: int, is_adaptive: bool, tokens_per_s: float, p99_ms: flo
     return Measured(setting, tokens_per_s, p99_ms / 2e3, p99_ms / 1e3, 0.1, 1.5, 4.0, 10.0)
 
 
+def runs(seqs: int, is_adaptive: bool, *rates: float, p99_ms: float = 9.0, threads: int = 1) -> list[Measured]:
+    """One run of each round."""
+    made = (make_measured(seqs, is_adaptive, rate, p99_ms + i, threads) for i, rate in enumerate(rates))
+    return [replace(each, turn=turn) for turn, each in enumerate(made)]
+
+
 MEASURED = [
     make_measured(2, False, 100, 10),
     make_measured(2, True, 180, 8),
@@ -64,19 +67,10 @@ MEASURED = [
 
 def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: Any):
     out = tmp_path / "made" / "here"
-    sweep_flags = (
-        "--max-num-seqs",
-        "1,3",
-        "--threads",
-        "1",
-        "--out",
-        str(out),
-        "--tpot-target-ms",
-        "60000",
-        "--repeats",
-        "2",
-    )
-    assert main(["tune", "--workload", str(workload), *FLAGS, *NO_PLOTS, *sweep_flags]) == 0
+    page = tmp_path / "report.html"
+    sweep_flags = ("--max-num-seqs", "1,3", "--threads", "1", "--out", str(out), "--html", str(page))
+    measure_flags = ("--tpot-target-ms", "60000", "--repeats", "2")
+    assert main(["tune", "--workload", str(workload), *FLAGS, *sweep_flags, *measure_flags]) == 0
     written = json.loads((out / "tune.json").read_text())
     results = written["results"]
     assert written["num_repeats"] == 2
@@ -97,15 +91,18 @@ def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: An
     assert times["num_threads"] == 1
     assert len(times["rows"]) == len(times["seconds"]) > 3
     assert 1 <= times["critical_length"] <= times["rows"][-1] == 64
-    for name in ("frontier.png", "step_time.png") if HAS_PLOTS else ():
-        assert (out / name).read_bytes().startswith(PNG)
+    root = ElementTree.fromstring(page.read_text().removeprefix("<!doctype html>"))
+    assert len([*root.iter(f"{SVG}svg")]) == 2
+    assert len([*root.iter(f"{SVG}polyline")]) == 3, "drafts on and off, and the step times"
+    assert written["recommended"]["command"] == root.findtext("body/pre")
     recommended = written["recommended"]
     (best,) = (result for result in results if all(recommended[name] == result[name] for name in result))
-    fastest = max(results, key=lambda result: result["tokens_per_s"])
-    assert max(best["tokens_per_s_runs"]) >= min(fastest["tokens_per_s_runs"])
+    assert len(written["cannot_be_told_apart"]) == 4, "two rounds tell nothing apart"
     assert recommended["meets_target"] is True
     shown = capsys.readouterr()
     assert shown.out.splitlines()[-1] == recommended["command"]
+    assert f"written to {page}" in shown.out
+    assert "measured 2 times; fewer than 3 rounds cannot tell settings apart" in shown.out
     assert [line.split(":")[0] for line in shown.err.splitlines() if "tokens/s" in line] == [
         *(
             settings := [
@@ -122,7 +119,7 @@ def test_a_sweep_of_the_bundled_model(tmp_path: Path, workload: Path, capsys: An
 
 def test_a_request_that_the_model_has_no_room_for_is_named(tmp_path: Path, workload: Path, capsys: Any):
     workload.write_text(workload.read_text() + json.dumps({"prompt": "x", "max_tokens": 320}) + "\n")
-    flags = ("--max-num-seqs", "5", "--threads", "1", "--no-plots", "--out", str(tmp_path))
+    flags = ("--max-num-seqs", "5", "--threads", "1", "--no-html", "--out", str(tmp_path))
     assert main(["tune", "--workload", str(workload), *FLAGS, *flags]) == 2
     error = capsys.readouterr().err
     assert f"{workload} line 5" in error
@@ -165,7 +162,7 @@ def test_bad_input_is_named_before_a_model_is_loaded(
     tmp_path: Path, workload: Path, capsys: Any, flags: tuple[str, ...], message: str
 ):
     given = ("--workload", str(workload), "--max-num-seqs", "2", "--out", str(tmp_path / "out"), *FLAGS, *flags)
-    assert main(["tune", *NO_PLOTS, *given]) == 2
+    assert main(["tune", "--no-html", *given]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -180,28 +177,13 @@ def test_a_list_that_is_none_is_refused(workload: Path, capsys: Any, flag: str):
 def test_answers_of_one_token_each_tell_nothing(tmp_path: Path, capsys: Any):
     path = tmp_path / "short.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 1}\n' * 2)
-    assert main(["tune", "--workload", str(path), *NO_PLOTS, "--max-num-seqs", "2", "--out", str(tmp_path)]) == 2
+    assert main(["tune", "--workload", str(path), "--no-html", "--max-num-seqs", "2", "--out", str(tmp_path)]) == 2
     assert "max_tokens = 1 everywhere: must be at least 2" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_engine")
-def test_without_matplotlib_only_the_plots_are_refused(
-    tmp_path: Path, workload: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    given = ["tune", "--workload", str(workload), "--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path)]
-    assert main([*given, "--plots"]) == 2
-    assert "pip install 'batchserve[bench]'" in capsys.readouterr().err
-    monkeypatch.setattr(command, "sweep_threads", lambda config, sizes, requests, results, *more: found(results))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main([*given, "--repeats", "1"]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"tune.json", workload.name}
-    assert "ended early" not in capsys.readouterr().out
 
 
 @pytest.mark.faults
 @pytest.mark.usefixtures("no_engine")
-def test_nothing_is_written_unless_asked_for(
+def test_only_the_report_is_written_unless_asked_for(
     tmp_path: Path, workload: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "here"
@@ -209,11 +191,15 @@ def test_nothing_is_written_unless_asked_for(
     monkeypatch.chdir(folder)
     monkeypatch.setattr(command, "sweep_threads", lambda config, sizes, requests, results, *more: found(results))
     given = ["tune", "--workload", str(workload), "--max-num-seqs", "2", "--threads", "1", "--repeats", "1"]
-    assert main(given) == 0
+    assert main([*given, "--no-html"]) == 0
     assert list(folder.iterdir()) == []
     assert "batchserve serve" in capsys.readouterr().out
-    assert main([*given, "--plots"]) == 2
-    assert "plots: must be with --out DIR" in capsys.readouterr().err
+    assert main(given) == 0
+    assert [path.name for path in folder.iterdir()] == ["tune_report.html"]
+    page = (folder / "tune_report.html").read_text()
+    assert "fewer than 3 rounds: no two settings can be told apart" in page
+    assert main([*given, "--html", str(folder)]) == 2
+    assert f"html = {str(folder)!r}: must be a file in a folder that exists" in capsys.readouterr().err
 
 
 def found(results: Results, number: int = 2) -> None:
@@ -233,7 +219,18 @@ def test_what_ends_a_sweep_early_takes_nothing_that_was_measured(
 
     monkeypatch.setattr(command, "sweep_threads", sweep)
     monkeypatch.setattr("batchserve.tune.options.available_cores", lambda: 2)
-    given = ("--max-num-seqs", "2", "--threads", "1,2", "--out", str(tmp_path), "--repeats", "1", *NO_PLOTS)
+    given = (
+        "--max-num-seqs",
+        "2",
+        "--threads",
+        "1,2",
+        "--out",
+        str(tmp_path),
+        "--repeats",
+        "1",
+        "--html",
+        str(tmp_path / "report.html"),
+    )
     assert main(["tune", "--workload", str(workload), *given]) == status
     written = json.loads((tmp_path / "tune.json").read_text())
     assert (len(written["results"]), written["is_complete"]) == (2, False)
@@ -250,7 +247,7 @@ def test_a_sweep_that_ends_before_its_first_setting_leaves_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "sweep_threads", sweep)
-    given = ("--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path / "out"), "--no-plots")
+    given = ("--max-num-seqs", "2", "--threads", "1", "--out", str(tmp_path / "out"), "--no-html")
     assert main(["tune", "--workload", str(workload), *given]) == 130
     assert list((tmp_path / "out").iterdir()) == []
     assert capsys.readouterr().out == ""
@@ -298,10 +295,10 @@ def test_a_memory_that_was_given_is_given_once():
 
 
 def test_speculation_that_does_not_pay_is_turned_off():
-    off = make_measured(4, False, 300, 9)
-    chosen = recommend(make_options(), [off, make_measured(4, True, 299, 9)], {1: KV_BYTES})
-    assert "--max-num-seqs 4 --num-threads 1 " in chosen.command
+    chosen = recommend(make_options(), [*runs(16, False, 300, 310, 290), *runs(16, True, 240, 250, 231)], {1: KV_BYTES})
+    assert "--max-num-seqs 16 --num-threads 1 " in chosen.command
     assert chosen.command.endswith(" --decoding-length 0")
+    assert chosen.reason.endswith("; no other setting is as good")
 
 
 @pytest.mark.parametrize("target_ms", [None, 20.0])
@@ -334,39 +331,60 @@ def test_eighty_characters_hold_the_table(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setenv("COLUMNS", "80")
     slow = Measured(Setting(128, 256, True), 12345.6, 1.23456, 12.34567, 123.4567, 12.34, 63.2, 600.0)
     asked, results = make_options(), Results([], [*MEASURED, slow, replace(slow, tokens_per_s=9876.5)])
-    view.show(asked, 16, results, recommend(asked, MEASURED, {1: KV_BYTES}), is_written=False)
+    view.show(asked, 16, results, recommend(asked, MEASURED, {1: KV_BYTES}))
     table = capsys.readouterr().out.split("seqs: max_num_seqs")[0]
     assert "128   256  adaptive   11111  11   1234.56  12345.67  123457   12.34  63.2" in table
     assert "threads  seqs    drafts      /s   %      (ms)      (ms)    (ms)  a step     K" in table
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_only_settings_that_none_beats_in_both_are_the_frontier():
-    slow = make_measured(16, False, 320, 30)
-    assert view.frontier(by_setting([*MEASURED, slow]), "p99") == ([8, 20], [180, 320])
-    assert view.frontier(by_setting([*MEASURED, slow]), "p50") == ([4, 10], [180, 320])
-
-
 @pytest.mark.faults
 def test_what_runs_cannot_tell_apart_is_not_chosen_by_noise():
-    def runs(seqs: int, is_adaptive: bool, *rates: float, p99_ms: float = 9.0) -> list[Measured]:
-        return [make_measured(seqs, is_adaptive, rate, p99_ms + i) for i, rate in enumerate(rates)]
-
     noisy = [*runs(8, False, 300, 340, 390), *runs(4, True, 310, 330, 335), *runs(2, True, 100, 101, 102)]
     for order in (noisy, noisy[::-1]):
         chosen = recommend(make_options(), order, {1: KV_BYTES})
         assert chosen.measured.setting == Setting(1, 4, True)
-        assert "330 (310 to 335) tokens/s" in chosen.reason
-        assert "as good: (1 thread, max_num_seqs 8, speculation off)" in chosen.reason
-    clear = [*runs(8, False, 340, 341, 342), *runs(4, True, 310, 330, 335)]
+        assert chosen.best.setting == Setting(1, 8, False)
+        assert "the highest throughput (no target was given): 340 (300 to 390) tokens/s" in chosen.reason
+        assert "cannot be told apart from it: (1 thread, max_num_seqs 4, adaptive); drafts" in chosen.reason
+        assert [each.setting.max_num_seqs for each in chosen.equals] == [4, 8]
+    clear = [*runs(8, False, 440, 441, 442), *runs(4, True, 310, 330, 335)]
     chosen = recommend(make_options(), clear, {1: KV_BYTES})
     assert chosen.measured.setting == Setting(1, 8, False)
-    assert "as good" not in chosen.reason
+    assert "no other setting is as good" in chosen.reason
     # A target is met if every run meets it.
     chosen = recommend(make_options(tpot_target_ms=10.5), clear, {1: KV_BYTES})
     assert chosen.meets_target is False
-    once = recommend(make_options(), clear[:1], {1: KV_BYTES})
-    assert "measured once, so that it may be noise" in once.reason
+
+
+@pytest.mark.faults
+def test_the_default_is_kept_unless_another_setting_is_told_apart():
+    default, slower = Setting(1, 16, True), runs(2, True, 100, 101, 102)
+    measured = [*runs(8, False, 330, 340, 350), *runs(16, True, 320, 350, 330), *slower]
+    chosen = recommend(make_options(), measured, {1: KV_BYTES})
+    assert chosen.best.setting == Setting(1, 8, False)
+    assert chosen.measured.setting == default
+    assert "the default is kept (1 thread, max_num_seqs 16, adaptive)" in chosen.reason
+    best = recommend(make_options(), [*runs(16, True, 320, 350, 330), *slower], {1: KV_BYTES})
+    assert best.measured.setting == default
+    assert best.reason.endswith("no other setting is as good: it is the default")
+
+
+def test_that_nothing_can_be_told_apart_is_said_in_short():
+    noise = [*runs(8, False, 330, 340, 350), *runs(16, True, 320, 350, 330), *runs(2, True, 300, 360, 340)]
+    reason = recommend(make_options(), noise, {1: KV_BYTES}).reason
+    assert "in 3 rounds none of 2 others can be told apart from it; the default is kept" in reason
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_fewer_than_three_rounds_tell_nothing_apart_and_say_so(num_rounds: int):
+    fast, slow = runs(8, False, *[400] * num_rounds), runs(4, True, *[100] * num_rounds)
+    chosen = recommend(make_options(), [*fast, *slow], {1: KV_BYTES})
+    assert chosen.measured.setting == Setting(1, 8, False), "the default was not measured"
+    assert "fewer than 3 rounds cannot tell settings apart (--repeats 3)" in chosen.reason
+    kept = recommend(make_options(), [*fast, *slow, *runs(16, True, *[300] * num_rounds)], {1: KV_BYTES})
+    assert kept.measured.setting == Setting(1, 16, True)
+    assert "the default is kept" in kept.reason
 
 
 @pytest.mark.faults
