@@ -12,7 +12,8 @@ import pytest
 from batchserve.server.grpc import wire
 from batchserve.server.grpc.servicer import SERVICE_NAME
 from batchserve.v1 import generation_pb2 as pb
-from tests.server.harness import Served, ask, failure_of, read_all, tokens_of
+from tests.server.fakes import FakeEngine
+from tests.server.harness import Served, ask, failure_of, read_all, serving, tokens_of, until
 from tests.tiny_models import VOCAB_SIZE
 
 CONTEXT = 512
@@ -294,3 +295,29 @@ async def test_a_message_beyond_the_receive_limit_is_refused_by_the_transport(ti
     big = pb.GenerateRequest(text="x" * (17 << 20))
     assert (await failure_of(tiny.client.generate(big))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len((await tiny.client.generate(ask())).token_ids) == 8
+
+
+async def test_the_messages_that_are_read_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MIN_READING", 1)
+    monkeypatch.setattr(wire, "MAX_READING_BYTES", 1)
+    engine: Any = FakeEngine()
+    engine.go_on.set()
+    made: list[wire.MalformedRequestInterceptor] = []
+    own = wire.MalformedRequestInterceptor.__init__
+
+    def noted(self: wire.MalformedRequestInterceptor, *arguments: Any) -> None:
+        own(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(wire.MalformedRequestInterceptor, "__init__", noted)
+
+    def locked() -> bool:
+        return made[0]._reading.locked()
+
+    async with serving(engine) as served:
+        silent = served.client.channel.stream_stream(f"/{SERVICE_NAME}/Generate")()
+        await until(locked, 60)
+        assert (await failure_of(served.client.generate(ask(), timeout=0.2))).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        silent.cancel()
+        assert (await served.client.generate(ask())).text == "ab"
+        assert not locked()

@@ -40,7 +40,7 @@ class GrpcServer:
         logging.getLogger(GRPC_LOGGER).addFilter(is_worth_logging)
         self._health = HealthService()
         self._grpc = grpc.aio.server(
-            interceptors=[MalformedRequestInterceptor(SERVICE, calls)],
+            interceptors=[MalformedRequestInterceptor(SERVICE, calls, config.max_receive_bytes)],
             options=_channel_arguments(config),
         )
         servicer = GenerationServicer(version, calls)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 MESSAGE_TIMEOUT_S = 30.0
+MAX_READING_BYTES = 1 << 30  # of all messages that are being read, each as large as one may be
+MIN_READING = 16
 # The ids of a larger message are counted in a thread. NumPy lets the event loop run meanwhile.
 MAX_BYTES_ON_LOOP = 1 << 20
 MAX_OTHER_BYTES = 4 << 10  # for health and reflection messages, which hold one name each
@@ -42,7 +44,9 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     For other services it refuses large messages, because their handlers parse any message on the event loop.
     """
 
-    def __init__(self, service: ServiceDescriptor, calls: OpenCalls) -> None:
+    def __init__(self, service: ServiceDescriptor, calls: OpenCalls, max_receive_bytes: int) -> None:
+        # gRPC holds of each call no more than its flow control's window until somebody reads the message.
+        self._reading = asyncio.Semaphore(max(MIN_READING, MAX_READING_BYTES // max_receive_bytes))
         self._methods = service.methods_by_name
         self._prefix = f"/{service.full_name}/"
         self._calls = calls
@@ -60,7 +64,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
             return self._bounded(handler, handler_call_details.method)
         name = handler_call_details.method.removeprefix(self._prefix)
         guarded: Any = grpc.stream_stream_rpc_method_handler(
-            self._reading(handler.unary_stream or handler.unary_unary, name, handler.request_deserializer),
+            self._handling(handler.unary_stream or handler.unary_unary, name, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return guarded  # type: ignore[no-any-return]
@@ -101,7 +105,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         bounded: grpc.RpcMethodHandler[Any, Any] = handler._replace(request_deserializer=parsed, **replaced)
         return bounded
 
-    def _reading(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
+    def _handling(self, behaviour: Behaviour, name: str, parse: Callable[[bytes], Message]) -> Any:
         async def wrapped(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             try:
                 CALLER.set(self._calls.keys.caller(metadata_of(context).get("authorization")))
@@ -120,7 +124,8 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
     async def _checked(self, context: grpc.aio.ServicerContext[Any, Any], name: str) -> bytes:
         """Reads the call's message. Returns its bytes, which are known to be fast to parse."""
         try:
-            async with asyncio.timeout(MESSAGE_TIMEOUT_S):  # Python 3.11's wait_for may lose a cancellation
+            # Not wait_for: that of Python 3.11 may lose a cancellation.
+            async with asyncio.timeout(MESSAGE_TIMEOUT_S), self._reading:
                 data: Any = await context.read()
         except TimeoutError:  # nothing else would end the call
             what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"
