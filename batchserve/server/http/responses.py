@@ -31,8 +31,8 @@ async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
     call.names = NAMES | asked.names
     call.record.asked(asked.request_id)
     answer_id = await front.identify(call.caller, asked, "resp")
-    generation = asked.call(chat)
     usage = UsageCount(prediction=await front.predicted(asked))
+    generation = asked.call(chat)
     make_parser = tools.parser_of(front.chat_facts, front.tool_call_parser)
     names = TokenNames(front.token_bytes)
     items = ResponseItems(answer_id, names, make_parser() if make_parser else None, is_parallel=tools.is_parallel)
