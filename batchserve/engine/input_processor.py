@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope
+from batchserve.config import PRIVATE_SCOPE, PROCESSED_LOGPROBS, EngineConfig, UnchosenScope, is_utf8
 from batchserve.engine.arguments import INLINE_SIZE
 from batchserve.engine.prompt_tokenizer import PromptTokenizer
 from batchserve.errors import InvalidRequestError, invalid
@@ -242,12 +242,12 @@ class InputProcessor:
             raise InvalidRequestError("INVALID_SAMPLING_PARAMS", "params", params, "a SamplingParams")
         if not isinstance(speculation, SpeculationParams):
             raise InvalidRequestError("INVALID_SPECULATION", "speculation", speculation, "a SpeculationParams")
-        if len(request_id) > MAX_REQUEST_ID_CHARS or "\0" in request_id:
+        if len(request_id) > MAX_REQUEST_ID_CHARS or "\0" in request_id or not is_utf8(request_id):
             raise InvalidRequestError(
                 "INVALID_REQUEST_ID",
                 "request_id",
                 request_id,
-                f"at most {MAX_REQUEST_ID_CHARS} characters, none of them NUL",
+                f"at most {MAX_REQUEST_ID_CHARS} characters of UTF-8, none of them NUL",
             )
         sampling = self.resolve(params, len(prompt_token_ids))
         resolved = self.resolve_speculation(speculation, tenant)

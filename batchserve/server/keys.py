@@ -129,7 +129,7 @@ def read_keys(path: Path) -> dict[bytes, Caller]:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise ConfigError(f"keys = {str(path)!r}: must have at most {MAX_FILE_BYTES} bytes")
-        found = yaml.safe_load(text)
+        found = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"keys = {str(path)!r}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:

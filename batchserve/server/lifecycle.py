@@ -114,8 +114,8 @@ class GenerationServer:
         return is_drained
 
     def reload(self) -> None:
-        """Reads the file of keys again."""
-        self._calls.keys.reload()
+        """Reads the file of keys again, in a thread: it may be long."""
+        asyncio.get_running_loop().run_in_executor(None, self._calls.keys.reload)
 
     @property
     def stop_asked(self) -> asyncio.Event:
@@ -197,7 +197,8 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_at_once)
     server = GenerationServer(config, version)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)  # by default it would end the process
+    if config.keys is not None:  # by default the signal ends the process
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     try:
         address = await server.bind()
         logger.info("warming up; %s answers UNAVAILABLE until then", address)

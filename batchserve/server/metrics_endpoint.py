@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 from batchserve.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from batchserve.hosts import join_address
 from batchserve.server.error_table import code_of
+from batchserve.server.http.errors import HttpRefusal
+from batchserve.server.http.guard import HostGuard
 from batchserve.server.metrics_text import PLAIN_TEXT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batchserve.server.health import ServingStatus
     from batchserve.server.keys import KeyStore
     from batchserve.server.metrics_text import MetricsText
@@ -34,6 +38,7 @@ class MetricsEndpoint:
 
     def __init__(self, host: str, port: int, metrics: MetricsText, status: ServingStatus, keys: KeyStore) -> None:
         self._metrics, self._status, self._keys = metrics, status, keys
+        self._guard = HostGuard(host)
         try:
             self._server = _HttpServer((host, port), self)
         except (OSError, OverflowError) as error:  # OverflowError: port number out of range
@@ -52,8 +57,14 @@ class MetricsEndpoint:
         self._server.server_close()
         self._thread.join()
 
-    def answer(self, path: str, accept: str, authorization: str | None = None) -> tuple[int, str, bytes]:
-        """Returns (status, content type, body) for a path."""
+    def answer(
+        self, path: str, accept: str, authorization: str | None = None, names: Mapping[str, str] | None = None
+    ) -> tuple[int, str, bytes]:
+        """Returns (status, content type, body) for a path. names: the headers host and origin."""
+        try:
+            self._guard.check(names or {})
+        except HttpRefusal as refusal:
+            return refusal.status, PLAIN_TEXT, f"{refusal}\n".encode()
         if path == "/metrics":
             try:
                 self._keys.caller(authorization).check_figures("/metrics")
@@ -111,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answers GET, and HEAD without the body."""
         path = self.path.partition("?")[0]
         accept, authorization = self.headers.get("Accept", ""), self.headers.get("Authorization")
-        self._send(*self.server.endpoint.answer(path, accept, authorization))
+        names = {name: value for name in ("host", "origin") if (value := self.headers.get(name)) is not None}
+        self._send(*self.server.endpoint.answer(path, accept, authorization, names))
 
     do_HEAD = do_GET
 

@@ -64,6 +64,7 @@ class OpenCalls:
         """Refuses requests from now on. Those in flight continue."""
         self._engine = None
         self._refusal = reason
+        self.tenants.refuse_waiting(UnavailableError(reason))
 
     async def wait_idle(self) -> None:
         """Waits until no call is in progress. The engine may finish before a slow client has read its answer."""
@@ -107,6 +108,8 @@ class OpenCalls:
                 deadline_s -= time.monotonic() - begun_s
             generation = replace(generation, tenant=caller.tenant, deadline_s=deadline_s)
             record.admitted(generation.prompt)
+            if caller.tokens_per_minute is not None:
+                is_whole = False  # so that tokens are counted as they come, also those of calls that are given up
             num_open = generation.num_samples
             async with aclosing(engine.events(generation, backlog=backlog, is_whole=is_whole)) as events:
                 async for event in events:

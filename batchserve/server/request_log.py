@@ -9,13 +9,19 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import shortened
-from batchserve.types import MAX_REQUEST_ID_CHARS, Chat
+from batchserve.types import MAX_REQUEST_ID_CHARS, Chat, Usage
 
 if TYPE_CHECKING:
     from batchserve.server.tracing import Tracing
-    from batchserve.types import Delta, FinishReason, Prompt, Started, Timing, Usage
+    from batchserve.types import Delta, FinishReason, Prompt, Started, Timing
 
 logger = logging.getLogger(__name__)
+
+
+def _added(one: Usage | None, other: Usage | None) -> Usage | None:
+    if one is None or other is None:
+        return one or other
+    return Usage(**{name: count + getattr(other, name) for name, count in asdict(one).items()})
 
 
 @dataclass(slots=True)
@@ -40,7 +46,7 @@ class CallRecord:
     timing: Timing | None = None
     begun_ns: int = field(default_factory=time.time_ns)
     arrival_ns: int = 0
-    _prompt: object = None
+    _prompts: list[object] = field(default_factory=list)
     _answer: list[str] = field(default_factory=list)
     _begun_s: float = field(default_factory=time.monotonic)
 
@@ -53,18 +59,19 @@ class CallRecord:
         """The request goes to the engine now."""
         self.arrival_ns = time.time_ns()
         if self.has_texts:
-            self._prompt = prompt
+            self._prompts.append([*map(dict, prompt.messages)] if isinstance(prompt, Chat) else prompt)
 
     def started(self, event: Started) -> None:
-        self.request_id, self.prompt_tokens = event.request_id, event.prompt_tokens
+        self.request_id = self.request_id or event.request_id
+        self.prompt_tokens = (self.prompt_tokens or 0) + event.prompt_tokens
 
     def received(self, delta: Delta) -> None:
-        """Sets the result, from the last delta."""
+        """Sets the result, from the last delta. Counts of several prompts and samples add up; times are of the last."""
         if self.has_texts:
             self._answer.append(delta.text)
         if delta.finish_reason is not None:
-            self.request_id, self.finish_reason = delta.request_id, delta.finish_reason
-            self.usage, self.timing = delta.usage, delta.timing
+            self.request_id, self.finish_reason = self.request_id or delta.request_id, delta.finish_reason
+            self.usage, self.timing = _added(self.usage, delta.usage), delta.timing
 
     def log(self, status: str, reason: str = "") -> None:
         """Logs that the call has ended with this status, and traces it. reason: the error's reason."""
@@ -90,8 +97,7 @@ class CallRecord:
         if self.timing is not None:
             fields |= {"queue_s": round(self.timing.queue_s, 6), "ttft_s": round(self.timing.first_token_s, 6)}
         fields["total_s"] = round(time.monotonic() - self._begun_s, 6)
-        if self._prompt is not None:
-            prompt = self._prompt
-            fields["prompt"] = [*map(dict, prompt.messages)] if isinstance(prompt, Chat) else prompt
+        if self._prompts:
+            fields["prompt"] = self._prompts[0] if len(self._prompts) == 1 else self._prompts
             fields["answer"] = "".join(self._answer)
         return fields

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from batchserve.errors import DeadlineExceededError, InvalidRequestError, QuotaExceededError
+from batchserve.errors import BatchserveError, DeadlineExceededError, InvalidRequestError, QuotaExceededError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from batchserve.server.keys import Caller
 
 QUEUE_RETRY_S = 1.0
+MAX_QUEUED = 256  # of a key that does not say how many may wait
 
 
 @dataclass(slots=True)
@@ -60,12 +61,11 @@ class Tenant:
         self.num_in_flight -= num_requests
         while self.waiting:
             future, count, most = self.waiting[0]
-            if not future.done():
-                if self.num_in_flight + count > most:
-                    return
-                self.num_in_flight += count
-                future.set_result(None)
+            if self.num_in_flight + count > most:
+                return
             self.waiting.popleft()
+            self.num_in_flight += count
+            future.set_result(None)
 
 
 class Tenants:
@@ -74,6 +74,12 @@ class Tenants:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.by_name: dict[str, Tenant] = {}
         self._clock = clock
+
+    def refuse_waiting(self, error: BatchserveError) -> None:
+        """Ends those who wait for their turn with this error."""
+        for tenant in self.by_name.values():
+            while tenant.waiting:
+                tenant.waiting.popleft()[0].set_exception(error)
 
     @asynccontextmanager
     async def admitted(self, caller: Caller, num_requests: int, timeout_s: float | None) -> AsyncIterator[Tenant]:
@@ -85,6 +91,11 @@ class Tenants:
         try:
             self._check_tokens(caller, tenant)
             await self._enter(caller, tenant, num_requests, timeout_s)
+            try:
+                self._check_tokens(caller, tenant)  # others may have used them up meanwhile
+            except QuotaExceededError:
+                tenant.leave(num_requests)
+                raise
         except QuotaExceededError:
             tenant.counts.refused += 1
             raise
@@ -110,20 +121,22 @@ class Tenants:
         if count > most:
             bound = f"at most {most}, the max_in_flight of the key"
             raise InvalidRequestError("INVALID_N", "n", count, bound)
-        if caller.max_queued is not None and len(tenant.waiting) >= caller.max_queued:
-            message = f"max_in_flight = {most}, max_queued = {caller.max_queued}: both used up by {caller.tenant!r}"
+        most_waiting = MAX_QUEUED if caller.max_queued is None else caller.max_queued
+        if len(tenant.waiting) >= most_waiting:
+            message = f"max_in_flight = {most}, max_queued = {most_waiting}: both used up by {caller.tenant!r}"
             raise QuotaExceededError(message, QUEUE_RETRY_S)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        tenant.waiting.append((turn, count, most))
+        entry = turn, count, most
+        tenant.waiting.append(entry)
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():
+            if entry in tenant.waiting:
+                tenant.waiting.remove(entry)
+                tenant.leave(0)  # the next one may fit
+            elif turn.done() and turn.exception() is None:
                 tenant.leave(count)  # it had been let in at the same moment
-            else:
-                turn.cancel()
-                tenant.leave(0)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
                     "deadline passed while the request waited for its tenant's others"

@@ -312,12 +312,14 @@ async def test_the_messages_that_are_read_at_once_are_bounded(monkeypatch: pytes
     monkeypatch.setattr(wire.MalformedRequestInterceptor, "__init__", noted)
 
     def locked() -> bool:
-        return made[0]._reading.locked()
+        return made[0]._reading[""].places.locked()
 
     async with serving(engine) as served:
         silent = served.client.channel.stream_stream(f"/{SERVICE_NAME}/Generate")()
         await until(locked, 60)
         assert (await failure_of(served.client.generate(ask(), timeout=0.2))).code is grpc.StatusCode.DEADLINE_EXCEEDED
-        silent.cancel()
+        monkeypatch.setattr(wire, "HURRIED_S", 0.1)  # who says nothing gives way
+        assert (await served.client.generate(ask())).text == "ab"
+        assert (await failure_of(read_all(silent))).code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert (await served.client.generate(ask())).text == "ab"
         assert not locked()

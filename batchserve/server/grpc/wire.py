@@ -8,6 +8,9 @@ UNKNOWN. It would never end a call without a message, whether half-closed or ope
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -33,9 +36,33 @@ if TYPE_CHECKING:
 MESSAGE_TIMEOUT_S = 30.0
 MAX_READING_BYTES = 1 << 30  # of all messages that are being read, each as large as one may be
 MIN_READING = 16
+HURRIED_S = 2.0
 # The ids of a larger message are counted in a thread. NumPy lets the event loop run meanwhile.
 MAX_BYTES_ON_LOOP = 1 << 20
 MAX_OTHER_BYTES = 4 << 10  # for health and reflection messages, which hold one name each
+
+
+@dataclass(slots=True)
+class Reading:
+    """The messages of one tenant that are being read. Once there are as many as may be, each has HURRIED_S left."""
+
+    places: asyncio.Semaphore
+    limits: set[asyncio.Timeout] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def one(self, limit: asyncio.Timeout) -> AsyncIterator[None]:
+        """Waits for a place."""
+        if self.places.locked():
+            soon_s = asyncio.get_running_loop().time() + HURRIED_S
+            for other in self.limits:
+                if not other.expired() and (other.when() or 0.0) > soon_s:
+                    other.reschedule(soon_s)
+        async with self.places:
+            self.limits.add(limit)
+            try:
+                yield
+            finally:
+                self.limits.discard(limit)
 
 
 class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -46,7 +73,8 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
 
     def __init__(self, service: ServiceDescriptor, calls: OpenCalls, max_receive_bytes: int) -> None:
         # gRPC holds of each call no more than its flow control's window until somebody reads the message.
-        self._reading = asyncio.Semaphore(max(MIN_READING, MAX_READING_BYTES // max_receive_bytes))
+        most = max(MIN_READING, MAX_READING_BYTES // max_receive_bytes)
+        self._reading = defaultdict[str, Reading](lambda: Reading(asyncio.Semaphore(most)))  # by tenant
         self._methods = service.methods_by_name
         self._prefix = f"/{service.full_name}/"
         self._calls = calls
@@ -125,7 +153,7 @@ class MalformedRequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[t
         """Reads the call's message. Returns its bytes, which are known to be fast to parse."""
         try:
             # Not wait_for: that of Python 3.11 may lose a cancellation.
-            async with asyncio.timeout(MESSAGE_TIMEOUT_S), self._reading:
+            async with asyncio.timeout(MESSAGE_TIMEOUT_S) as limit, self._reading[CALLER.get().tenant].one(limit):
                 data: Any = await context.read()
         except TimeoutError:  # nothing else would end the call
             what = f"the call's message was not there, or not all of it, after {MESSAGE_TIMEOUT_S:g} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 STATUS_TIMEOUT_S = 5.0
+INLINE_PARTS = 2000  # log probabilities and texts in a response, some milliseconds
 DISCARD_TIMEOUT_S, MAX_DISCARDED_BYTES = 2.0, 16 << 20
 JSON = "application/json"
 DONE = b"data: [DONE]\n\n"
@@ -54,6 +56,7 @@ class HttpCall:
     """A call in progress.
 
     names: how fields are called over HTTP whose names differ, for errors; the call's handler fills them in.
+    names_events: its stream has events with names, as that of the Responses API.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class HttpCall:
         self.headers = Headers(scope=scope)
         self.path, self.path_params = scope["path"], scope.get("path_params", {})
         self.names: dict[str, str] = {}
+        self.num_events, self.names_events = 0, False
         self._scope, self._receive, self._send = scope, receive, send
         self._is_read = scope["method"] in ("GET", "HEAD")  # which have no body
         self._has_begun = self._is_streaming = False
@@ -110,7 +114,14 @@ class HttpCall:
         self, body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         """Sends a whole response of JSON."""
-        await self.answer_bytes(json.dumps(body, ensure_ascii=False).encode(errors="replace"), JSON, status, headers)
+        await self.answer_bytes(_json(body), JSON, status, headers)
+
+    async def answer_made(self, make: Callable[[], Mapping[str, Any]], size: int) -> None:
+        """Sends a whole response of JSON that is made of so many parts: in a thread, if they are many."""
+        if size <= INLINE_PARTS:
+            await self.answer(make())
+        else:
+            await self.answer_bytes(await asyncio.to_thread(lambda: _json(make())), JSON)
 
     async def answer_bytes(
         self, body: bytes, content_type: str, status: int = 200, headers: Mapping[str, str] | None = None
@@ -126,6 +137,7 @@ class HttpCall:
             await self._begin(200, EVENT_HEADERS)
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
         head = f"event: {name}\n" if name else ""
+        self.num_events += 1
         await self._write(f"{head}data: {text}\n\n".encode(errors="replace"), has_more=True)
 
     async def end_events(self, last: bytes = DONE) -> None:
@@ -161,6 +173,10 @@ class HttpCall:
             if not await self._discarded():
                 headers["connection"] = "close"
             await self.answer(body, status_of(error), headers)
+        elif self.names_events:
+            event = {"type": "error", **body["error"], "sequence_number": self.num_events}
+            await self.event(event, name="error")
+            await self.end_events(b"")
         elif self._is_streaming:
             await self.event(body)
             await self.end_events()
@@ -235,8 +251,8 @@ class Endpoint:
                 if self._needs_key:
                     call.authenticate()
                 if self._has_body:
-                    fields = await call.fields(self._bodies, self._max_body_bytes())
-                    await _unless_gone(self._answer(call, fields), call)  # type: ignore[arg-type]
+                    answering = self._answer(call, await call.fields(self._bodies, self._max_body_bytes()))
+                    await _unless_gone(answering, call)  # type: ignore[arg-type]
                 else:
                     await _unless_gone(self._answer(call), call)  # type: ignore[arg-type]
                 record.log("OK")
@@ -264,14 +280,22 @@ async def _unless_gone(answering: Coroutine[Any, Any, None], call: HttpCall) -> 
         await asyncio.gather(answer, gone, return_exceptions=True)
 
 
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False).encode(errors="replace")
+
+
 def _parsed(body: bytes) -> dict[str, Any]:
     """Returns the JSON object that a body holds. Raises InvalidRequestError."""
+    is_collecting = gc.isenabled()
+    gc.disable()  # a body of a million small lists would be looked through again and again
     try:
         found = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            "INVALID_JSON", "body", body[:80].decode(errors="replace"), f"JSON ({error})"
-        ) from None
+        head = body[:80].decode(errors="replace")
+        raise InvalidRequestError("INVALID_JSON", "body", head, f"JSON ({error})") from None
+    finally:
+        if is_collecting:
+            gc.enable()
     if not isinstance(found, dict):
         raise InvalidRequestError("INVALID_JSON", "body", found, "a JSON object")
     return found

@@ -16,14 +16,14 @@ from batchserve.server.http.generation import (
     read_prediction,
     read_response_format,
 )
-from batchserve.server.http.logprobs import TokenNames
+from batchserve.server.http.logprobs import TokenNames, num_parts
 from batchserve.server.http.tools.choice import ToolChoice, read_tools, with_instructions
 from batchserve.server.http.tools.pieces import CallBegin, Text
 from batchserve.server.http.usage import UsageCount
 from batchserve.types import Chat, FinishReason, Started
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from batchserve.server.http.call import HttpCall
     from batchserve.server.http.fields import Fields
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from batchserve.server.http.tools.pieces import Piece, ToolParser
     from batchserve.types import Delta, TokenLogprobs
 
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 
 
@@ -52,16 +53,18 @@ async def chat_completions(front: Front, call: HttpCall, fields: Fields) -> None
         "model": front.engine.info.name,
         "system_fingerprint": None,
     }
+    whole: list[Delta] = []
     async with aclosing(call.events(generation, asked.is_streaming)) as events:
         async for event in events:
             if isinstance(event, Started):
                 answer.started(event, make_parser)
-                continue
-            for delta in answer.add(event):
-                if asked.is_streaming:
+            elif asked.is_streaming:
+                for delta in answer.add(event):
                     await call.event({**head, **delta})
+            else:
+                whole.append(event)
     if not asked.is_streaming:
-        await call.answer({**head, **answer.body()})
+        await call.answer_made(lambda: {**head, **answer.body_of(whole)}, sum(map(num_parts, whole)))
         return
     if asked.gives_usage:
         await call.event({**head, "choices": [], "usage": answer.usage.body()})
@@ -83,7 +86,7 @@ def read_chat(front: Front, fields: Fields) -> tuple[Asked, ToolChoice, Chat]:
         tools,
         has_format,
         fields.items("messages") or [],
-        **fields.given("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+        **fields.given(*CHAT_OPTIONS),
     )
     fields.end()
     return asked, tools, chat
@@ -97,6 +100,10 @@ def make_chat(
         if asked.grammar is not None:
             bound = f"absent, as tool_choice is {tools.mode}"
             raise InvalidRequestError("CONFLICTING_GRAMMARS", asked.names[asked.grammar], "<grammar>", bound)
+        for name in ("stop", "stop_token_ids"):
+            if name in asked.sampling:
+                bound = f"absent, as tool_choice is {tools.mode}: it could end a call before it is complete"
+                raise InvalidRequestError("CONFLICTING_STOP", name, asked.sampling[name], bound)
         asked.sampling["json_schema"], asked.names["json_schema"] = tools.schema(), "tools"
     elif has_format and tools.mode != "none":
         bound = "absent or text: an answer that may call tools follows no format, unless tool_choice is none"
@@ -179,8 +186,11 @@ class ChatAnswer:
         if changed or is_last:
             yield self._chunk(delta.index, changed, choice, is_last=is_last)
 
-    def body(self) -> dict[str, Any]:
-        """Returns the fields of a whole response."""
+    def body_of(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Returns the fields of a whole response, which is made of these deltas."""
+        for delta in deltas:
+            for _ in self.add(delta):
+                pass
         choices = []
         for index, choice in enumerate(self._choices):
             message: dict[str, Any] = {

@@ -17,7 +17,7 @@ from batchserve.server.http.generation import (
     read_prediction,
     read_response_format,
 )
-from batchserve.server.http.logprobs import CompletionLogprobs, TokenNames
+from batchserve.server.http.logprobs import CompletionLogprobs, TokenNames, num_parts
 from batchserve.server.http.usage import UsageCount
 from batchserve.types import Started
 
@@ -55,12 +55,17 @@ async def completions(front: Front, call: HttpCall, fields: Fields) -> None:
         "model": front.engine.info.name,
         "system_fingerprint": None,
     }
+    whole: list[tuple[int, Started | Delta]] = []
     async with aclosing(_all_events(call, generations, asked.is_streaming)) as events:
         async for prompt, event in events:
+            if not asked.is_streaming:
+                whole.append((prompt, event))
+                continue
             for choice in answer.add(prompt, event):
                 await call.event({**head, **choice})
     if not asked.is_streaming:
-        await call.answer({**head, **answer.body()})
+        size = sum(num_parts(event) for _, event in whole if not isinstance(event, Started))
+        await call.answer_made(lambda: {**head, **answer.body_of(whole)}, size)
         return
     if asked.gives_usage:
         await call.event({**head, "choices": [], "usage": usage.body()})
@@ -124,32 +129,31 @@ async def _all_events(
             async for event in events:
                 yield 0, event
         return
-    # One event at most waits here for each prompt, so that unread ones stay where they are counted.
-    queue: asyncio.Queue[tuple[int, Started | Delta] | None] = asyncio.Queue(1)
+    # One event waits here, so that unread ones stay where they are counted.
+    queue: asyncio.Queue[tuple[int, Started | Delta]] = asyncio.Queue(1)
 
     async def follow(prompt: int, generation: GenerateCall) -> None:
         async with aclosing(call.events(generation, is_streaming)) as events:
             async for event in events:
                 await queue.put((prompt, event))
 
-    async def follow_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for prompt, generation in enumerate(generations):
-                    group.create_task(follow(prompt, generation))
-        finally:
-            await queue.put(None)
-
-    task = asyncio.create_task(follow_all())
+    following = [asyncio.create_task(follow(*each)) for each in enumerate(generations)]
+    all_over = asyncio.gather(*following)
+    taking: asyncio.Task[tuple[int, Started | Delta]] | None = None
     try:
-        while (found := await queue.get()) is not None:
-            yield found
-        await task
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
+        while True:
+            taking = taking or asyncio.create_task(queue.get())
+            await asyncio.wait((taking, all_over), return_when=asyncio.FIRST_COMPLETED)
+            if taking.done():
+                yield taking.result()
+                taking = None
+            elif all_over.result() is not None and queue.empty():  # raises the first error of a prompt
+                return
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        tasks = [*following, *((taking,) if taking else ())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(all_over, *tasks, return_exceptions=True)
 
 
 @dataclass(slots=True)
@@ -202,8 +206,11 @@ class CompletionAnswer:
             usage = self.usage.body() if self._asked.gives_usage_always else None
             yield {"choices": [self._taken(index)]} | ({"usage": usage} if self._asked.gives_usage else {})
 
-    def body(self) -> dict[str, Any]:
-        """Returns the fields of a whole response."""
+    def body_of(self, events: Sequence[tuple[int, Started | Delta]]) -> dict[str, Any]:
+        """Returns the fields of a whole response, which is made of these events."""
+        for prompt, event in events:
+            for _ in self.add(prompt, event):
+                pass
         choices = []
         for index in range(len(self._choices)):
             prompt = index // self.usage.num_samples

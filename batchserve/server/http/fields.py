@@ -73,9 +73,12 @@ class Fields:
             self._unread.pop(name, None)
 
     def end(self) -> None:
-        """Raises InvalidRequestError for a field that nobody has read."""
+        """Raises InvalidRequestError for a field that nobody has read. Keeps no value from now on: a body may be large,
+        and its request long.
+        """
         for name in self._unread:
             raise InvalidRequestError("UNKNOWN_FIELD", self.path(name), self._values[name], "absent: it is not known")
+        self._values = {}
 
     def path(self, name: str) -> str:
         return f"{self._path}{name}"

@@ -86,11 +86,17 @@ def read_common(fields: Fields) -> Asked:
     fields.only("store", False)
     if (priority := fields.raw("priority")) is not None:
         # As in vLLM, a lower one comes first; the engine's own order is the other way round.
-        asked.priority = -check_priority(priority)
+        try:
+            asked.priority = -check_priority(priority)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.reason, fields.path("priority"), priority, error.bound) from None
     if (top_k := fields.raw("top_k")) is not None:
         asked.sampling["top_k"] = 0 if top_k == -1 and not isinstance(top_k, bool) else top_k
     if (biases := fields.mapping("logit_bias")) is not None:
         asked.sampling["logit_bias"] = {_token_id(fields, name): bias for name, bias in biases.items()}
+    if asked.is_streaming and "prompt_logprobs" in asked.sampling:
+        bound = "absent, as stream is true; completions have those of an echoed prompt"
+        raise fields.refused("prompt_logprobs", asked.sampling["prompt_logprobs"], bound)
     _read_stream_options(fields, asked)
     _read_grammar(fields, asked)
     _read_speculation(fields, asked)
@@ -158,7 +164,7 @@ def _read_stream_options(fields: Fields, asked: Asked) -> None:
         raise fields.refused("stream_options", options.given("include_usage"), "absent, as stream is not true")
     asked.gives_usage_always = options.flag("continuous_usage_stats")
     asked.gives_usage = options.flag("include_usage") or asked.gives_usage_always
-    options.only("include_obfuscation", False)
+    options.flag("include_obfuscation")  # padding against those who watch the network, who see no more than its size
     options.end()
 
 
@@ -197,6 +203,8 @@ def _read_speculation(fields: Fields, asked: Asked) -> None:
 
 def _token_id(fields: Fields, name: str) -> int:
     try:
-        return int(name)
+        if name.isascii() and name.lstrip("-").isdecimal():
+            return int(name)
+        raise ValueError
     except ValueError:
         raise InvalidRequestError("INVALID_LOGIT_BIAS", fields.path("logit_bias"), name, "token ids as keys") from None

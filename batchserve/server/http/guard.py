@@ -27,11 +27,11 @@ class HostGuard:
         """Raises HttpRefusal."""
         if not self._is_loopback:
             return
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._is_own(host):
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_own(host):  # browsers always send one
             message = f"Host is {host[:100]!r}: must name this machine, such as localhost or 127.0.0.1"
             raise HttpRefusal(403, "FOREIGN_HOST", message)
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             message = f"Origin is {origin[:100]!r}: must be absent or the server's own, http://{host}"
             raise HttpRefusal(403, "FOREIGN_ORIGIN", message)
 

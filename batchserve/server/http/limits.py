@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ BODY_TIMEOUT_S = 30.0
 LINGER_S = 1.0
 MAX_BODY_BYTES, BODY_BYTES_PER_TOKEN = 4 << 20, 64  # what parses in some 50 ms; more where the context is longer
 MAX_BODIES_BYTES = 64 << 20  # of all requests that are being read
+UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 ABORT = "batchserve.abort"  # in a request's scope: closes its connection at once
 
 
@@ -90,6 +92,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._waiting is not None and self._num_received > 2 * MAX_HEADER_BYTES + len(data):
             self._refuse(_headers_too_large())  # one header without an end, which the parser would keep
             return
+        if self.cycle is None or self.cycle.response_complete:
+            data = _without_upgrade(data)
         super().data_received(data)
 
     def on_message_begin(self) -> None:
@@ -149,6 +153,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Removes an Upgrade header. Some clients offer HTTP/2 so (h2c); the parser would stop before the body, though the
+    offer need not be taken.
+    """
+    head, end, body = data.partition(b"\r\n\r\n")
+    return UPGRADE.sub(b"", head) + end + body
 
 
 def _headers_too_large() -> HttpRefusal:

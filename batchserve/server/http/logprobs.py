@@ -9,9 +9,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from batchserve.engine.chat_facts import TokenBytes
-    from batchserve.types import TokenLogprobs
+    from batchserve.types import Delta, TokenLogprobs
 
 LEAST = -9999.0  # in place of minus infinity, which JSON does not have
+
+
+def num_parts(delta: Delta) -> int:
+    """Returns how many parts a delta has in a response: its text, and log probabilities, those of its prompt too."""
+    each = [*(delta.logprobs or ()), *(delta.prompt_logprobs or ())]
+    return 1 + sum(1 + len(one.top) for one in each if one is not None)
 
 
 @dataclass(frozen=True, slots=True)

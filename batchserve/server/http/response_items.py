@@ -96,7 +96,7 @@ class ResponseItems:
             yield self._event("output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"])
             yield self._event("content_part.done", content_index=0, part=part)
         else:
-            yield self._event("function_call_arguments.done", arguments=item["arguments"], name=item["name"])
+            yield self._event("function_call_arguments.done", arguments=item["arguments"])
         yield self._whole_item("output_item.done", item)
 
     def _event(self, kind: str, /, **more: Any) -> Event:

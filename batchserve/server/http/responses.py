@@ -28,7 +28,7 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
     """Answers an input, whole or as a stream."""
     asked, tools, chat, shown = read_response(front, fields)
-    call.names = NAMES | asked.names
+    call.names, call.names_events = NAMES | asked.names, True
     call.record.asked(asked.request_id)
     answer_id = await front.identify(call.caller, asked, "resp")
     usage = UsageCount(prediction=await front.predicted(asked))
@@ -36,8 +36,7 @@ async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
     make_parser = tools.parser_of(front.chat_facts, front.tool_call_parser)
     names = TokenNames(front.token_bytes)
     items = ResponseItems(answer_id, names, make_parser() if make_parser else None, is_parallel=tools.is_parallel)
-    body = _head(front, answer_id, asked, fields, shown)
-    number = 0
+    body = _head(front, answer_id, asked, shown)
     async with aclosing(call.events(generation, asked.is_streaming)) as events:
         async for event in events:
             if isinstance(event, Started):
@@ -52,8 +51,7 @@ async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
                     body = _ended(body, items.output, usage, is_cut)
                     made.append({"type": f"response.{body['status']}", "response": body})
             for each in made if asked.is_streaming else ():
-                await call.event({**each, "sequence_number": number}, name=str(each["type"]))
-                number += 1
+                await call.event({**each, "sequence_number": call.num_events}, name=str(each["type"]))
     if asked.is_streaming:
         await call.end_events(b"")
     else:
@@ -62,7 +60,8 @@ async def responses(front: Front, call: HttpCall, fields: Fields) -> None:
 
 def read_response(front: Front, fields: Fields) -> tuple[Asked, ToolChoice, Chat, dict[str, Any]]:
     """Reads a request. Raises InvalidRequestError. Returns also what the response repeats of it."""
-    shown = fields.given("instructions", "metadata", "tools", "tool_choice", "text", "max_output_tokens", "user")
+    names = ("instructions", "metadata", "tools", "tool_choice", "text", "max_output_tokens", "user")
+    shown = fields.given(*names, "parallel_tool_calls")
     asked = read_common(fields)
     read_max_tokens(fields, asked, "max_output_tokens")
     read_prediction(fields, asked)
@@ -128,7 +127,7 @@ def _content(path: str, content: Any) -> Any:
     return parts
 
 
-def _head(front: Front, answer_id: str, asked: Asked, fields: Fields, shown: dict[str, Any]) -> dict[str, Any]:
+def _head(front: Front, answer_id: str, asked: Asked, shown: dict[str, Any]) -> dict[str, Any]:
     """Returns the response as it is before there is an answer."""
     return {
         "id": answer_id,
@@ -142,7 +141,7 @@ def _head(front: Front, answer_id: str, asked: Asked, fields: Fields, shown: dic
         "metadata": shown.get("metadata", {}),
         "model": front.engine.info.name,
         "output": [],
-        "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
+        "parallel_tool_calls": shown.get("parallel_tool_calls", True),
         "previous_response_id": None,
         "store": False,
         "temperature": asked.sampling.get("temperature"),

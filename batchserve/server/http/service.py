@@ -6,8 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import InvalidRequestError, UnknownModelError
+from batchserve.server.http.chat import CHAT_OPTIONS, make_chat
 from batchserve.server.http.errors import HttpRefusal
-from batchserve.types import Chat
+from batchserve.server.http.generation import Asked
+from batchserve.server.http.tools.choice import read_tools
 
 if TYPE_CHECKING:
     from batchserve.server.health import ServingStatus
@@ -47,18 +49,23 @@ async def tokenize(front: Front, call: HttpCall, fields: Fields) -> None:
     """Returns the token ids of a text or a chat, as vLLM does."""
     engine = front.engine
     _check_model(front, fields)
-    call.names = {}
-    is_whole = fields.flag("add_special_tokens", default=True)
+    add_special_tokens = fields.raw("add_special_tokens")
     has_strings = fields.flag("return_token_strs")
     messages, prompt = fields.items("messages"), fields.text("prompt")
     if (messages is None) == (prompt is None):
         raise InvalidRequestError("MISSING_INPUT", "prompt", prompt, "a text; or else messages, but not both")
     if messages is not None:
-        options = fields.given("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
-        token_ids = await engine.tokenize(Chat(messages, **options))
+        if add_special_tokens:
+            raise fields.refused("add_special_tokens", add_special_tokens, "false or absent: the template says which")
+        chat = make_chat(front, Asked(), read_tools(fields), False, messages, **fields.given(*CHAT_OPTIONS))
+        fields.end()
+        token_ids = await engine.tokenize(chat)
     else:
+        is_whole = True if add_special_tokens is None else add_special_tokens
+        if not isinstance(is_whole, bool):
+            raise fields.refused("add_special_tokens", is_whole, "true or false")
+        fields.end()
         token_ids = await engine.tokenize(str(prompt), add_special_tokens=is_whole)
-    fields.end()
     texts = [front.token_bytes[token_id].decode(errors="replace") for token_id in token_ids] if has_strings else None
     length = engine.info.max_model_len
     await call.answer({"count": len(token_ids), "max_model_len": length, "tokens": token_ids, "token_strs": texts})

@@ -58,7 +58,7 @@ class UsageCount:
         prompt, completion = self._totals()
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self._cached()},
+            "input_tokens_details": {"cached_tokens": self._cached(), "cache_write_tokens": 0},
             "output_tokens": completion,
             "output_tokens_details": {"reasoning_tokens": 0} | self._draft_details(),
             "total_tokens": prompt + completion,

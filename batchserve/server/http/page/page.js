@@ -49,7 +49,7 @@ const quantile = (name, share) => (before, now) => {
   return null;
 };
 const rate = (name) => (before, now) =>
-  now.values?.[name] === undefined ? null : (now.values[name] - before.values[name]) / (now.at_s - before.at_s);
+  now.values?.[name] === undefined ? null : (now.values[name] - (before.values?.[name] ?? 0)) / (now.at_s - before.at_s);
 const load = (name) => (before, now) => now.load?.[name] ?? null;
 const CHARTS = [
   { title: "Throughput", unit: "tokens/s", series: { answers: rate("completion_tokens_total") } },

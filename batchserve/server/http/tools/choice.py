@@ -13,7 +13,7 @@ from batchserve.server.http.fields import Fields
 from batchserve.server.http.tools.parsers import MARKERS, PARSERS, ArgumentsParser, ArrayParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from batchserve.engine.chat_facts import ChatFacts
     from batchserve.server.http.tools.pieces import ToolParser
@@ -33,7 +33,7 @@ To call one, write its name and arguments as JSON between tags, for each call:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """tools: what the chat template gets. forced: "auto", "none", "required", or "named" with a name."""
+    """tools: what the chat template gets. mode: "auto", "none", "required", or "named" with a name."""
 
     tools: tuple[dict[str, Any], ...] = ()
     mode: str = "none"
@@ -45,13 +45,17 @@ class ToolChoice:
         return self.mode in ("required", "named")
 
     def schema(self) -> dict[str, Any]:
-        """Returns the JSON schema of an answer that has to call tools."""
+        """Returns the JSON schema of an answer that has to call tools. Raises InvalidRequestError."""
         if self.mode == "named":
-            (tool,) = (each for each in self.tools if each["function"]["name"] == self.name)
-            return _parameters(tool)
+            names = [tool["function"]["name"] for tool in self.tools]
+            return _parameters(self.tools, names.index(self.name))
         calls, definitions = [], {}
         for i, tool in enumerate(self.tools):
-            definitions[f"tool{i}"] = _moved(_parameters(tool), f"#/$defs/tool{i}")
+            try:
+                definitions[f"tool{i}"] = _moved(_parameters(self.tools, i), f"#/$defs/tool{i}")
+            except RecursionError:
+                path = f"tools[{i}].function.parameters"
+                raise InvalidRequestError("INVALID_TOOLS", path, "<schema>", "nested less deep") from None
             name = {"type": "string", "enum": [tool["function"]["name"]]}
             calls.append(
                 {
@@ -160,9 +164,15 @@ def _tool(path: str, given: Any, is_flat: bool) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in found.items() if value is not None}}
 
 
-def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = tool["function"].get("parameters") or {"type": "object", "properties": {}}
-    return found
+def _parameters(tools: Sequence[Mapping[str, Any]], i: int) -> dict[str, Any]:
+    """Returns the schema of a tool's arguments, which are an object also where the schema does not say so."""
+    found: dict[str, Any] = tools[i]["function"].get("parameters") or {}
+    for name in ("type", "const", "enum", "$ref"):
+        if name in found and (name != "type" or found[name] != "object"):
+            path = f"tools[{i}].function.parameters.{name}"
+            bound = "'object'" if name == "type" else "absent: arguments are an object, and their schema says so itself"
+            raise InvalidRequestError("INVALID_TOOLS", path, found[name], bound)
+    return {"properties": {}, **found, "type": "object"}
 
 
 def _moved(schema: Any, path: str) -> Any:

@@ -98,8 +98,8 @@ class HermesParser(_JsonParser):
         if not stripped:
             return
         if stripped.startswith("{"):
-            self._held = stripped
-            self._enter(f"{self.OPEN}\n")
+            prefix, self._held = self.OPEN + self._held.removesuffix(stripped), stripped
+            self._enter(prefix)
         else:
             yield Text(self.OPEN)
             self._state = self._begin
@@ -140,8 +140,8 @@ class Llama3Parser(_JsonParser):
         elif self.TAG.startswith(stripped):
             return
         if stripped.startswith("{"):
-            self._held = stripped
-            self._enter("")
+            prefix, self._held = self._held.removesuffix(stripped), stripped
+            self._enter(prefix)
         elif stripped:
             self._state = self._plain
         yield from ()
@@ -153,9 +153,12 @@ class Llama3Parser(_JsonParser):
             self._enter("")
         elif stripped:
             self._state = self._plain
-        else:
-            self._held = ""
         yield from ()
+
+    def end(self) -> Iterator[Piece]:
+        if self._state == self._after:
+            self._held = ""  # nothing but separators
+        yield from super().end()
 
 
 class ArrayParser(_JsonParser):
@@ -280,7 +283,7 @@ def _python_calls(text: str) -> list[Piece]:
     try:
         tree = ast.parse(text, mode="eval").body
         for call in tree.elts if isinstance(tree, ast.List) else ():
-            if not isinstance(call, ast.Call) or call.args:
+            if not isinstance(call, ast.Call) or call.args or None in [each.arg for each in call.keywords]:
                 return []
             arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
             pieces.append(CallBegin(new_call_id(), ast.unparse(call.func)))
