@@ -15,7 +15,13 @@ import pytest
 import yaml
 
 from batchserve.cli import main
-from batchserve.errors import ConfigError, DeadlineExceededError, InvalidRequestError, QuotaExceededError
+from batchserve.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    QuotaExceededError,
+    UnavailableError,
+)
 from batchserve.server import lifecycle
 from batchserve.server.keys import Caller, KeyStore, add_key, hash_of
 from batchserve.server.lifecycle import GenerationServer
@@ -246,6 +252,7 @@ async def test_who_waits_keeps_the_order_and_may_give_up():
     ends[0].set()
     await turn()
     assert entered == [0, 1]  # the next one wants two places, and nobody overtakes it
+    assert len(tenants.by_name["t"].waiting) == 2  # the one that gave up is none of them
     tasks[2].cancel()
     await turn()
     assert entered == [0, 1, 3]
@@ -258,6 +265,13 @@ async def test_who_waits_keeps_the_order_and_may_give_up():
     assert (tenant.num_in_flight, len(tenant.waiting)) == (0, 0)
 
 
+async def _hold(tenants: Tenants, caller: Caller, end: asyncio.Event | None = None) -> int:
+    async with tenants.admitted(caller, 1, None) as tenant:
+        await (asyncio.sleep(0) if end is None else end.wait())
+        tenant.use(50, 40)
+    return 1
+
+
 async def test_tokens_come_back_with_time():
     now_s = [100.0]
     tenants = Tenants(lambda: now_s[0])
@@ -268,6 +282,19 @@ async def test_tokens_come_back_with_time():
         async with tenants.admitted(caller, 1, None):
             pass
     assert refused.value.retry_after_s == 31
+    waiting = [
+        asyncio.create_task(_hold(tenants, Caller("u", max_in_flight=1, tokens_per_minute=60))) for _ in range(9)
+    ]
+    done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in done] == [int] + [QuotaExceededError] * 8  # whose turn came after they were used up
+    stopped = asyncio.create_task(_hold(tenants, Caller("v", max_in_flight=1), asyncio.Event()))
+    late = asyncio.create_task(_hold(tenants, Caller("v", max_in_flight=1)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    tenants.refuse_waiting(UnavailableError("draining"))
+    with pytest.raises(UnavailableError):
+        await late
+    stopped.cancel()
     now_s[0] += 31
     async with tenants.admitted(caller, 1, None):
         pass

@@ -60,7 +60,7 @@ async def test_refused_and_cancelled_calls(fake: Served, caplog: pytest.LogCaptu
         ("INVALID_ARGUMENT", "INVALID_REQUEST_ID", None),
         ("INVALID_ARGUMENT", "MALFORMED_MESSAGE", None),
         ("UNAVAILABLE", "UNAVAILABLE", "late"),
-        ("CANCELLED", None, "fake-id"),
+        ("CANCELLED", None, "gone"),
     ]
     assert "secret" not in caplog.text
 

@@ -245,16 +245,16 @@ class Endpoint:
         peer = f"{client[0]}:{client[1]}" if client else ""
         record = self._calls.record(self._name, peer, Headers(scope=scope), self._level)
         call = HttpCall(self._calls, scope, receive, send, record, Backlog(self._calls.unread))
-        with self._calls.counted(), call.backlog:
+        with call.backlog:
             try:
                 self._guard.check(call.headers)
                 if self._needs_key:
                     call.authenticate()
-                if self._has_body:
-                    answering = self._answer(call, await call.fields(self._bodies, self._max_body_bytes()))
+                arguments = [await call.fields(self._bodies, self._max_body_bytes())] if self._has_body else []
+                with self._calls.counted():  # not before: a drain does not wait for slow senders
+                    answering = self._answer(call, *arguments)
+                    arguments.clear()  # a body may be large, and its answer long
                     await _unless_gone(answering, call)  # type: ignore[arg-type]
-                else:
-                    await _unless_gone(self._answer(call), call)  # type: ignore[arg-type]
                 record.log("OK")
             except Exception as error:
                 await call.fail(error, self._calls.failed_calls)

@@ -24,6 +24,11 @@ def said(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+def with_schema(**schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+PARAMETERS = "tools[0].function.parameters"
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", {"foo": 1}, "foo", "absent: it is not known"),
     ("chat", {"functions": []}, "functions", "absent"),
@@ -90,6 +95,13 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "guided_regex",
         "absent, as tool_choice is required",
     ),
+    ("chat", {"tools": [with_schema(type="string")], "tool_choice": "required"}, PARAMETERS + ".type", "'object'"),
+    ("chat", {"tools": [with_schema(const=5)], "tool_choice": "required"}, PARAMETERS + ".const", "absent"),
+    ("chat", {"tools": [F], "tool_choice": "required", "stop": ["a"]}, "stop", "absent, as tool_choice is required"),
+    ("chat", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "absent, as stream is true"),
+    ("chat", {"priority": -1001}, "priority", "1000"),
+    ("chat", {"logit_bias": {" 5": 1}}, "logit_bias", "token ids as keys"),
+    ("chat", {"request_id": "a\ud800"}, "request_id", "UTF-8"),
     ("chat", {"tools": [F], "response_format": {"type": "json_object"}}, "response_format", "tool_choice is none"),
     ("chat", {"prediction": {"type": "content", "content": 1}}, "prediction.content", "text"),
     ("chat", {"prediction": {"type": "image"}}, "prediction.type", "content"),
@@ -129,6 +141,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("tokens", {"prompt": "x", "messages": []}, "prompt", "not both"),
     ("tokens", {}, "prompt", "not both"),
     ("tokens", {"prompt": 1}, "prompt", "a string"),
+    ("tokens", {"messages": [said("x")], "add_special_tokens": True}, "add_special_tokens", "absent"),
     ("text", {"tokens": [1.5]}, "tokens", "integers"),
     ("text", {"tokens": [-1]}, "tokens[0]", "in 0.."),
     ("text", {"tokens": [1] * 5000}, "tokens", "4096"),
@@ -222,6 +235,7 @@ async def test_methods_paths_and_types(served: Served):
         ("localhost:8000", "http://localhost:8000", 200),
         ("localhost:8000", "http://attacker.example", 403),
         ("localhost:8000", "null", 403),
+        ("localhost:8000", "http://[", 403),
         ("localhost:8000", "http://localhost:3000", 403),
         ("[", "", 403),
     ],
@@ -235,6 +249,26 @@ async def test_websites_do_not_reach_the_port(served: Served, host: str, origin:
     assert answer.status == status
     preflight = await request(served.url, "/v1/completions", "OPTIONS", Host=host, Origin=origin)
     assert preflight.status in (403, 405)
+
+
+async def test_schemas_that_are_nested_deep(served: Served):
+    for depth in (150, 300, 450, 900):
+        deep = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+        body = json.dumps({**CHAT, "tools": [with_schema(a="DEEP")], "tool_choice": "required"})
+        answer = await post(served.url, "/v1/chat/completions", body.replace('{"a": "DEEP"}', deep).encode())
+        assert answer.status == 400, answer.body[:300]
+        assert answer.error["param"].startswith(("tools", "body"))
+
+
+async def test_a_client_that_offers_http_2_is_answered(served: Served):
+    offered = {
+        "Connection": "Upgrade, HTTP2-Settings, close",
+        "Upgrade": "h2c",
+        "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA",
+    }
+    answer = await post(served.url, "/v1/completions", COMPLETION, **offered)
+    assert (answer.status, answer.json["usage"]["completion_tokens"]) == (200, 4)
+    assert (await request(served.url, "/health", **offered)).status == 200
 
 
 async def test_sizes(served: Served, monkeypatch: pytest.MonkeyPatch):
@@ -307,3 +341,7 @@ async def test_tokens_of_texts_and_chats(served: Served):
     text = (await post(served.url, "/detokenize", {"tokens": plain["tokens"], "skip_special_tokens": True})).json
     assert text == {"prompt": "def f():"}
     assert (await post(served.url, "/tokenize", {"prompt": "x", "model": "other"})).status == 404
+    tools = {"messages": CHAT["messages"], "tools": [F]}
+    with_tools = (await post(served.url, "/tokenize", tools)).json
+    asked = (await post(served.url, "/v1/chat/completions", {**CHAT, "tools": [F]})).json
+    assert with_tools["count"] == asked["usage"]["prompt_tokens"] > chat["count"]

@@ -97,11 +97,14 @@ async def test_errors_of_the_engine(error: Exception, status: int, code: str):
         assert ("retry-after" in whole.headers) == (code == "queue_full")
         assert streamed.status == 200  # it had begun
         assert streamed.events[-2:] == [whole.json, "[DONE]"]
+        failed = await post(served.url, "/v1/completions", {**PROMPT, "prompt": [[1], [2]], "stream": True})
+        assert failed.events[-2:] == [whole.json, "[DONE]"]
         assert b"secret" not in whole.body
-        assert served.server._calls.failed_calls[code.upper()] == 2
+        assert served.server._calls.failed_calls[code.upper()] == 3
 
 
-async def test_a_stream_that_nobody_reads_is_ended():
+@pytest.mark.parametrize("num_prompts", [1, 8])
+async def test_a_stream_that_nobody_reads_is_ended(num_prompts: int):
     engine: Any = FakeEngine()
 
     async def events(call: Any, **_: Any) -> Any:
@@ -116,7 +119,7 @@ async def test_a_stream_that_nobody_reads_is_ended():
     async with serving(engine, ServerConfig(port=0, http_port=0, unread_timeout_s=0.3)) as served:
         host, port = served.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, port, limit=1024)
-        body = json.dumps({**PROMPT, "stream": True}).encode()
+        body = json.dumps({**PROMPT, "prompt": [[1, 2, 3]] * num_prompts, "stream": True}).encode()
         head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
         await until(lambda: served.server._calls.failed_calls["UNREAD_ANSWER"] == 1)

@@ -166,6 +166,18 @@ async def test_tools_that_must_be_called_always_parse(client: openai.AsyncOpenAI
             assert call.function.name in ("weather", "clock")
 
 
+async def test_arguments_are_an_object_also_where_the_schema_does_not_say_so(client: openai.AsyncOpenAI):
+    for parameters in ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"description": "x"}, {}, None):
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        for seed, choice in ((1, "required"), (2, {"type": "function", "function": {"name": "f"}})):
+            asked = {"tools": [tool], "tool_choice": choice, "temperature": 2.0, "seed": seed, "max_tokens": 1500}
+            answer = (await ask(client, parallel_tool_calls=False, **asked)).choices[0]
+            if answer.finish_reason != "length":
+                (call,) = answer.message.tool_calls
+                assert isinstance(json.loads(call.function.arguments), dict)
+            assert not answer.message.content
+
+
 async def test_tools_in_a_stream(client: openai.AsyncOpenAI):
     for choice in (NAMED, "required"):
         options = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": 3, "max_tokens": 300}

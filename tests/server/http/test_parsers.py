@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchserve.server.http.tools.parsers import (
@@ -62,11 +62,15 @@ CASES: list[tuple[Any, str, Read]] = [
     (HermesParser, '<tool_call>\n{"name": "f", "argu', ('<tool_call>\n{"name": "f", "argu', [])),
     (HermesParser, '<tool_call>\n{"x": 1}</tool_call>', ('<tool_call>\n{"x": 1}</tool_call>', [])),
     (HermesParser, "<tool_call>nothing", ("<tool_call>nothing", [])),
+    (HermesParser, '<tool_call>  {"x":1}', ('<tool_call>  {"x":1}', [])),
     (HermesParser, '<tool_call>{"name": "f", "arguments": {"a": [1, ', ("", [("f", '{"a": [1, ')])),
     (Llama3Parser, "no call", ("no call", [])),
     (Llama3Parser, PARAMETERS, ("", [("weather", '{"city": "Oslo"}')])),
     (Llama3Parser, f"<|python_tag|>{PARAMETERS}; {CLOCK}", ("", [("weather", '{"city": "Oslo"}'), ("clock", "{}")])),
     (Llama3Parser, '{"answer": 42}', ('{"answer": 42}', [])),
+    (Llama3Parser, ' <|python_tag|> {"answer": 42}', (' <|python_tag|> {"answer": 42}', [])),
+    (Llama3Parser, '{"parameters":{},"name":"h"};hi', (";hi", [("h", "{}")])),
+    (Llama3Parser, '{"parameters":{},"name":"h"}; ', ("", [("h", "{}")])),
     (Llama3Parser, f"text {PARAMETERS}", (f"text {PARAMETERS}", [])),
     (MistralParser, "no call", ("no call", [])),
     (MistralParser, f"[TOOL_CALLS] [{WEATHER}, {CLOCK}]", ("", [("weather", CITY), ("clock", "{}")])),
@@ -81,6 +85,7 @@ CASES: list[tuple[Any, str, Read]] = [
     (PythonicParser, '[f(a=1, b="x]"), g()]', ("", [("f", '{"a": 1, "b": "x]"}'), ("g", "{}")])),
     (PythonicParser, "<|python_start|>[f(a=[True, None])]<|python_end|>", ("", [("f", '{"a": [true, null]}')])),
     (PythonicParser, "[f(1)]", ("[f(1)]", [])),
+    (PythonicParser, "[f(**{'a': 1})]", ("[f(**{'a': 1})]", [])),
     (PythonicParser, "[f(a=open('x'))]", ("[f(a=open('x'))]", [])),
     (PythonicParser, "[f(a=1)", ("[f(a=1)", [])),
     (ArrayParser, f"[{WEATHER}, {CLOCK}]", ("", [("weather", CITY), ("clock", "{}")])),
@@ -97,7 +102,8 @@ def test_calls_are_found_however_the_text_is_cut(make: Any, text: str, expected:
         assert read(make(), [text[i : i + size] for i in range(0, len(text), size)]) == expected
 
 
-@given(st.sampled_from(sorted(PARSERS)), st.text('{}[]"\\ab<tool_call>/|', max_size=60), st.integers(1, 9))
+@settings(deadline=None)
+@given(st.sampled_from(sorted(PARSERS)), st.text('{}[]"\\ab<tool_call>/|;,: ', max_size=60), st.integers(1, 9))
 def test_no_text_breaks_a_parser_or_depends_on_how_it_is_cut(name: str, text: str, size: int) -> None:
     whole = read(PARSERS[name](), [text])
     assert read(PARSERS[name](), [text[i : i + size] for i in range(0, len(text), size)]) == whole
@@ -105,6 +111,7 @@ def test_no_text_breaks_a_parser_or_depends_on_how_it_is_cut(name: str, text: st
         assert "".join(whole[0].split()) == "".join(text.split())
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), st.recursive(st.text() | st.integers() | st.none(), st.lists), max_size=4))
 def test_any_arguments_come_through(arguments: dict[str, Any]) -> None:
     call = json.dumps({"name": "f", "arguments": arguments})

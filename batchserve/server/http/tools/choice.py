@@ -158,6 +158,10 @@ def _tool(path: str, given: Any, is_flat: bool) -> dict[str, Any]:
         raise function.refused("name", name, "1 to 64 letters, digits, dots, dashes and underscores")
     function.flag("strict")  # calls that are chosen freely follow no grammar
     parameters = function.mapping("parameters")
+    try:
+        json.dumps(parameters)  # as templates and grammars do
+    except RecursionError:
+        raise function.refused("parameters", "<schema>", "nested less deep") from None
     for each in {tool, function}:
         each.end()
     found = {"name": name, "description": description, "parameters": parameters}
