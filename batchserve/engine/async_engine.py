@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
 from batchserve.engine.arguments import INLINE_SIZE, run_off_loop, seconds_of, size_of
-from batchserve.engine.engine_process import EngineProcess, kill_made
+from batchserve.engine.engine_process import EngineProcess
 from batchserve.engine.engine_thread import EngineThread, build_here
 from batchserve.engine.input_processor import qualified_id
 from batchserve.engine.messages import Abort, Add, ClearScope, Done, End, Events, Message, Ping, Reply, Seen
@@ -110,7 +110,7 @@ class AsyncEngine:
         try:
             return cls(await asyncio.shield(making), config)
         except asyncio.CancelledError:
-            making.add_done_callback(kill_made)
+            making.add_done_callback(_kill)
             raise
 
     @property
@@ -392,3 +392,10 @@ class AsyncEngine:
         for done in self._asked.values():
             if not done.done():
                 done.set_exception(error.with_traceback(None))
+
+
+def _kill(made: asyncio.Future[BuiltEngine | EngineProcess]) -> None:
+    """Kills an engine process whose start was cancelled."""
+    engine = None if made.cancelled() or made.exception() is not None else made.result()
+    if isinstance(engine, EngineProcess):
+        engine.kill()

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchserve.engine.input_processor import InputProcessor
 from batchserve.engine.launch import LaunchedProcess
@@ -37,7 +37,6 @@ from batchserve.logs import adopt_library_loggers
 from batchserve.metrics import MetricsReading
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from batchserve.config import EngineConfig
@@ -207,10 +206,3 @@ def _close_pipe(ref: weakref.ref[EngineProcess]) -> None:
     engine = ref()
     if engine is not None:
         engine._pipe.close()
-
-
-def kill_made(made: asyncio.Future[Any]) -> None:
-    """Kills an engine process whose start was cancelled."""
-    engine = None if made.cancelled() or made.exception() is not None else made.result()
-    if isinstance(engine, EngineProcess):
-        engine.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -71,8 +71,9 @@ async def test_calls_of_a_client_that_does_not_read_its_connection_are_ended(cap
     short = engine.events
 
     async def events(call: GenerateCall, **options: Any) -> AsyncIterator[Any]:
-        async for event in short(call, **options):
-            yield replace(event, text="a" * (1 << 20)) if isinstance(event, Delta) else event
+        async with aclosing(short(call, **options)) as inner:
+            async for event in inner:
+                yield replace(event, text="a" * (1 << 20)) if isinstance(event, Delta) else event
 
     engine.events = events
     async with (
