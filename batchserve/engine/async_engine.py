@@ -156,9 +156,7 @@ class AsyncEngine:
     async def events(
         self, call: GenerateCall, *, backlog: Backlog | None = None, is_whole: bool = False
     ) -> AsyncGenerator[Started | Delta, None]:
-        """Implements stream(). backlog: counts Deltas that are not taken yet. is_whole: one Delta with everything, so
-        that no step has to wake the client's task.
-        """
+        """Implements stream(). backlog: counts Deltas that are not taken yet. is_whole: one Delta with everything."""
         arrival_s = time.monotonic()
         if not isinstance(call.request_id, str):
             raise InvalidRequestError("INVALID_REQUEST_ID", "request_id", call.request_id, "a string")
