@@ -161,7 +161,7 @@ class HttpClient:
 
 @dataclass(slots=True)
 class _Parts:
-    """What has come of a response."""
+    """The part of a response that has arrived."""
 
     headers: dict[str, str] = field(default_factory=dict)
     body: list[bytes] = field(default_factory=list)

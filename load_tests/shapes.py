@@ -6,6 +6,7 @@ Locust asks once a second. `-u` is the number of users, `-r` how many start a se
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from locust import LoadTestShape
@@ -59,8 +60,9 @@ class OptionShape(LoadTestShape):
         run_time_s = self.get_run_time()
         return None if run_time_s >= self.end_s else (self.users_at(run_time_s), self.rate)
 
+    @abstractmethod
     def users_at(self, run_time_s: float) -> int:
-        raise NotImplementedError
+        """The number of users wanted so many seconds after the beginning."""
 
 
 class Constant(OptionShape):

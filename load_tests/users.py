@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import gevent
@@ -55,21 +56,21 @@ class StreamUser(User):
         self.num_sent = 0
 
     @classmethod
+    @abstractmethod
     def check_host(cls, host: str, options: Any) -> None:
         """Raises LocustError if users of this kind cannot be sent there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def connect(self) -> None:
         """Makes the connection. Raises LocustError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def name_of(self, item: Item) -> str:
         """Returns the name of a call in Locust's statistics."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, item: Item, is_speculating: bool) -> StreamRecord:
         """Asks for one answer and reads it to its end. Raises CallFailedError, StreamShapeError."""
-        raise NotImplementedError
 
     @task
     def stream(self) -> None:

@@ -33,7 +33,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadPrompt:
-    """What one request asks: a text or messages, and the most tokens of the answer."""
+    """The input of one request: a text or messages, and the most tokens of the answer."""
 
     content: str | list[dict[str, Any]]
     max_tokens: int

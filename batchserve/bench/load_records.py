@@ -1,4 +1,4 @@
-"""What a measurement saw of each request, and the figures of all of them.
+"""The record of each request of a measurement, and the figures of all of them.
 
 docs/benchmarking.md defines every figure.
 """

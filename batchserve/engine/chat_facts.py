@@ -1,4 +1,4 @@
-"""What a model's tokenizer and chat template say of chats with tools, and the bytes of its tokens."""
+"""Facts about a model's tokenizer and chat template: how it writes tool calls, and the bytes of its tokens."""
 
 from __future__ import annotations
 

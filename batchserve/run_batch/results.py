@@ -26,7 +26,7 @@ BEGIN = b'{"id":"batch_req_'
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What became of one request: a response of any status, or no response and the reason."""
+    """The outcome of one request: a response of any status, or no response and the reason."""
 
     custom_id: str
     status_code: int = 0

@@ -1,4 +1,4 @@
-"""Who makes the gRPC call that a task answers: the interceptor finds out, the servicer looks."""
+"""Keeps the caller of the gRPC call that a task answers: the interceptor sets it, the servicer reads it."""
 
 from __future__ import annotations
 

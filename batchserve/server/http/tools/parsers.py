@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from batchserve.server.http.tools.json_calls import JsonCall, JsonScanner
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from batchserve.server.http.tools.pieces import ToolParser
 
 
-class _Parser:
+class _Parser(ABC):
     """A parser as a machine: each state takes what it can of the text that has come, and names the next state."""
 
     def __init__(self) -> None:
@@ -35,8 +36,9 @@ class _Parser:
             yield Text(self._held)
             self._held = ""
 
+    @abstractmethod
     def _begin(self) -> Iterator[Piece]:
-        raise NotImplementedError
+        """The first state."""
 
     def _plain(self) -> Iterator[Piece]:
         """The state of what is only text."""
@@ -79,8 +81,9 @@ class _JsonParser(_Parser):
             self._held = self._prefix + self._call.raw + self._held
         yield from super().end()
 
+    @abstractmethod
     def _after(self) -> Iterator[Piece]:
-        raise NotImplementedError
+        """The state after a call."""
 
 
 class HermesParser(_JsonParser):
