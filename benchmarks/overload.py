@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +27,7 @@ import numpy as np
 from batchserve.demo.prompts import PROMPTS
 from batchserve.demo.server_process import running_server
 from benchmarks.common import spread, write_results
+from benchmarks.front_cost import cpu_s
 
 OPTIONS = ["--model", "bundled", "--wait-for-drafter", "--log-level", "error"]
 OPTIONS += ["--max-num-seqs", "16", "--max-waiting", "32"]
@@ -32,11 +35,19 @@ CALLERS, FACTOR, MAX_TOKENS = 48, 4.0, 64
 WARM = 0.2  # of a round, before answers are counted
 
 
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children, the engine's first."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(each) for file in found for each in file.read_text().split()]
+
+
 class Calls:
     """What came of the calls of a round."""
 
     def __init__(self, url: str) -> None:
-        self.url = urlsplit(url)
+        place = urlsplit(url)
+        self.address = place.hostname, place.port
+        self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []  # connections, kept alive
         self.outcomes: Counter[str] = Counter()
         self.answered_s: list[float] = []
         self.refused_s: list[float] = []
@@ -51,18 +62,19 @@ class Calls:
             "temperature": 0,
         }
         data = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection(self.url.hostname, self.url.port)
-        head = "Host: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        reader, writer = self.idle.pop() if self.idle else await asyncio.open_connection(*self.address)
+        head = "Host: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        answer = await reader.read()
-        writer.close()
+        answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(answer.partition(b"content-length: ")[2].split(b"\r\n")[0]))
+        self.idle.append((reader, writer))
         status = answer.split(b" ", 2)[1].decode()
         self.outcomes[status] += 1
         if status == "200":
             self.answered_s.append(time.perf_counter())
         if status == "429":
             self.refused_s.append(time.perf_counter() - begun_s)
-            self.without_hint += b"retry-after" not in answer.lower()
+            self.without_hint += b"retry-after" not in answer
 
     def per_s(self, begun_s: float, seconds: float) -> float:
         """Answers a second, without a round's beginning and its end."""
@@ -102,11 +114,16 @@ async def open_loop(url: str, seconds: float, rate: float, draw: random.Random) 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(0)
     peaks, goodputs, refused_s, outcomes, without_hint = [], [], [], Counter[str](), 0
+    used_s: dict[str, list[float]] = {"client": [], "server": [], "engine": []}
     async with running_server(OPTIONS, print) as server:
         await closed(server.url, 5.0)  # warms up
         for _ in range(args.rounds):
             peaks.append(await closed(server.url, args.seconds))
+            pids = {"client": os.getpid(), "server": server.pid, "engine": children_of(server.pid)[0]}
+            before = {name: cpu_s(pid) for name, pid in pids.items()}
             goodput, calls = await open_loop(server.url, args.seconds, FACTOR * peaks[-1], draw)
+            for name, pid in pids.items():
+                used_s[name].append((cpu_s(pid) - before[name]) / args.seconds)
             goodputs.append(goodput)
             refused_s += calls.refused_s
             outcomes += calls.outcomes
@@ -119,6 +136,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_per_s": spread(peaks),
         "goodput_per_s": spread(goodputs),
         "goodput_over_peak": spread([good / peak for good, peak in zip(goodputs, peaks, strict=True)]),
+        "cores_used_in_overload": {name: spread(each) for name, each in used_s.items()},
         "outcomes": dict(outcomes),
         "refusals_without_hint": without_hint,
         "refusal_p50_ms": float(p50),
