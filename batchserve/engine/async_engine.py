@@ -130,7 +130,6 @@ class AsyncEngine:
         return len(self._streams)
 
     def has_request(self, request_id: str, tenant: str = "") -> bool:
-        """True if a request of the tenant with this id is in flight."""
         return qualified_id(request_id, tenant) in self._ids
 
     def stream(
@@ -171,16 +170,14 @@ class AsyncEngine:
             deadline_s = None if deadline_s is None else arrival_s + deadline_s
             token_ids = await run_off_loop(size_of(call.prompt), self._processor.tokenize, call.prompt)
             requests = await self._new_requests(call, request_id, token_ids, arrival_s, deadline_s, is_whole)
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)
+            self._check_open()
             if requests[0].sampling.logits_processors and isinstance(self._host, EngineProcess):
                 value, bound = requests[0].sampling.logits_processors, "empty: the engine is a process of its own"
                 raise InvalidRequestError("INVALID_LOGITS_PROCESSORS", "logits_processors", value, bound)
             if len(requests) > sum(self._places):
                 bound = f"at most {sum(self._places)}: max_num_seqs and max_waiting together"
                 raise InvalidRequestError("INVALID_N", "n", len(requests), bound)
-            if len(self._streams) + len(requests) - 1 > sum(self._places):
-                raise QueueFullError(*self._places)
+            self.check_room(len(requests) - 1)
             forks = enumerate(requests[1:], 1)
             streams += [self._open(each.request_id, streams[0], index) for index, each in forks]
             for stream, request in zip(streams, requests, strict=True):
@@ -248,8 +245,7 @@ class AsyncEngine:
         """
         self._check_loop()
         scope = self._processor.resolve_scope(SpeculationParams(draft_scope=draft_scope).draft_scope, tenant)
-        if self._closed is not None:
-            raise self._closed.with_traceback(None)
+        self._check_open()
         if scope is None:  # a private scope shares nothing
             return
         await self._ask(lambda ticket: ClearScope(ticket, scope))
@@ -271,8 +267,7 @@ class AsyncEngine:
     async def ping(self) -> None:
         """Waits until the engine takes a message, which it does between steps. Raises what new requests raise."""
         self._check_loop()
-        if self._closed is not None:
-            raise self._closed.with_traceback(None)
+        self._check_open()
         await self._ask(Ping)
 
     async def _ask(self, message_with: Callable[[int], Message]) -> None:
@@ -314,13 +309,20 @@ class AsyncEngine:
 
     def _check_admission(self, request_id: str, own_id: str, model: str) -> None:
         self._check_loop()
-        if self._closed is not None:
-            raise self._closed.with_traceback(None)
+        self._check_open()
         if model and model != self._info.name:
             raise UnknownModelError(model, self._info.name)
         if own_id in self._ids:
             raise DuplicateRequestError(request_id)
-        if len(self._streams) >= sum(self._places):
+        self.check_room()
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed.with_traceback(None)
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises QueueFullError if so many further requests have no room."""
+        if len(self._streams) + count > sum(self._places):
             raise QueueFullError(*self._places)
 
     def _open(self, request_id: str, first: Stream | None = None, index: int = 0) -> Stream:

@@ -85,6 +85,9 @@ class FakeEngine:
     def has_request(self, request_id: str, tenant: str = "") -> bool:
         return False
 
+    def check_room(self) -> None:
+        return
+
     def isolate_default_scope(self) -> None:
         self.shares_by_default = False
 

@@ -37,7 +37,9 @@ def make_app(front: Front, guard: HostGuard, status: ServingStatus, metrics: Met
         """Returns a route, and one that refuses other methods."""
         has_body = path in POSTED
         method = "POST" if has_body else "GET"
-        endpoint = partial(Endpoint, front.calls, guard, bodies, level=level, needs_key=path not in OPEN)
+        endpoint = partial(
+            Endpoint, front.calls, guard, bodies, level=level, needs_key=path not in OPEN, needs_room=path in GENERATING
+        )
         return [
             Route(path, endpoint(path, answer, has_body=has_body), methods=[method]),
             Route(path, endpoint(path, partial(service.wrong_method, method), has_body=False)),
@@ -63,4 +65,5 @@ def make_app(front: Front, guard: HostGuard, status: ServingStatus, metrics: Met
 
 
 OPEN = ("/health", "/ready", *PAGE)  # also to those without a key: the page itself tells nothing
-POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+POSTED = (*GENERATING, "/tokenize", "/detokenize")

@@ -220,8 +220,8 @@ class HttpCall:
 class Endpoint:
     """An ASGI application for one route. It counts, logs and ends each call; what it raises ends the call.
 
-    answer: gets the call, and the fields of its body if has_body. needs_key: a key, where there are keys. level: of the
-    log line of a call that succeeds.
+    answer: gets the call, and the fields of its body if has_body. needs_key: a key, where there are keys. needs_room: a
+    place in the engine. level: of the log line of a call that succeeds.
     """
 
     def __init__(
@@ -234,11 +234,12 @@ class Endpoint:
         *,
         has_body: bool = True,
         needs_key: bool = True,
+        needs_room: bool = False,
         level: int = logging.INFO,
     ) -> None:
         self._calls, self._guard, self._bodies = calls, guard, bodies
         self._name, self._answer, self._level = name, answer, level
-        self._has_body, self._needs_key = has_body, needs_key
+        self._has_body, self._needs_key, self._needs_room = has_body, needs_key, needs_room
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
@@ -250,6 +251,8 @@ class Endpoint:
                 self._guard.check(call.headers)
                 if self._needs_key:
                     call.authenticate()
+                if self._needs_room:  # an overloaded server has no time for bodies that it cannot answer
+                    self._calls.engine.check_room()
                 arguments = [await call.fields(self._bodies, self._max_body_bytes())] if self._has_body else []
                 with self._calls.counted():  # not before: a drain does not wait for slow senders
                     answering = self._answer(call, *arguments)

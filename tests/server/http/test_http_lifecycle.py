@@ -65,6 +65,20 @@ async def test_no_event_waits_for_the_client_to_confirm_the_one_before():
         writer.close()
 
 
+async def test_a_full_queue_is_said_before_the_body_is_looked_at():
+    engine: Any = FakeEngine()
+
+    def full() -> None:
+        raise QueueFullError(4, 256)
+
+    engine.check_room = full
+    async with serving(engine) as served:
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            answer = await post(served.url, path, b"no JSON")
+            assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (429, "queue_full", "1")
+        assert (await post(served.url, "/tokenize", b"no JSON")).status == 400
+
+
 async def test_drain_ends_what_does_not_end_by_itself():
     engine: Any = FakeEngine()
     async with serving(engine, ServerConfig(port=0, http_port=0, drain_timeout_s=0.05)) as served:
