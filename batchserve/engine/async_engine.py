@@ -56,9 +56,7 @@ if TYPE_CHECKING:
 
 
 class AsyncEngine:
-    """An engine that belongs to the running asyncio loop. Call all methods on that loop; requests on another loop raise
-    RuntimeError.
-    """
+    """An engine of the running asyncio loop. Call all methods there; requests on another loop raise RuntimeError."""
 
     def __init__(self, engine: BuiltEngine | EngineProcess, config: EngineConfig) -> None:
         """A built engine runs in a thread next to the loop."""
