@@ -86,7 +86,7 @@ class Workload(Protocol):
 
 
 class BundledWorkload:
-    """Tasks of the bundled model; the prompts of two seeds are different, their distribution is the same."""
+    """Tasks of the bundled model; two seeds seldom draw the same prompt, their distribution is the same."""
 
     def __init__(self) -> None:
         self._corpus: Corpus = build_corpora([inspect.getsource(module) for module in SOURCES])[0]

@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +129,12 @@ async def test_locusts_options_are_honoured_and_a_call_counts_once(served: Any, 
     assert "inter-token latency in ms: p50" in output
 
 
+def assert_seeds_differ(prompts: Sequence[str]) -> None:
+    """Workers of one seed would ask every prompt twice. Two seeds draw the same task once in 36,000 pairs."""
+    num_repeated = len(prompts) - len(set(prompts))
+    assert num_repeated <= len(prompts) / 10, prompts
+
+
 async def test_workers_share_the_work(served: Any, tmp_path: Path):
     port = str(free_port())
     flags = ("--host", served.address, "-u", "4", "-r", "4", "-t", "2s", "--seed", "1")
@@ -148,7 +154,7 @@ async def test_workers_share_the_work(served: Any, tmp_path: Path):
     assert num_requests > 4
     assert num_failures == 0
     assert served.engine.max_in_flight == 4
-    assert len(set(prompts)) == len(prompts), "no two workers ask the same"
+    assert_seeds_differ(prompts)
 
 
 async def test_a_shape_of_the_users_own(served: Any, tmp_path: Path):
@@ -254,7 +260,7 @@ async def test_processes_over_http_with_a_key(tmp_path: Path):
         num_requests, num_failures = counted(tmp_path / "run.json", "POST", "/v1/chat/completions")
         assert len(engine.prompts) - 4 <= num_requests <= len(engine.prompts)
         assert (num_failures, engine.max_in_flight) == (0, 4)
-        assert len(set(engine.prompts)) == len(engine.prompts), "no two workers ask the same"
+        assert_seeds_differ(engine.prompts)
         status, output = await run_locust("--host", served.url, "-t", "1s")
         assert status == 1
         assert "HTTP 401: invalid_api_key" in output
