@@ -6,8 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from batchserve.server.http import service
 from batchserve.server.http.call import Endpoint
@@ -61,7 +60,7 @@ def make_app(front: Front, guard: HostGuard, status: ServingStatus, metrics: Met
         *(each for path in PAGE for each in route(path, page)),
         Route("/{path:path}", Endpoint(front.calls, guard, bodies, "unknown", service.not_found, has_body=False)),
     ]
-    return Starlette(routes=routes)
+    return Router(routes, redirect_slashes=False)  # without middleware: each endpoint ends its calls, also with errors
 
 
 OPEN = ("/health", "/ready", *PAGE)  # also to those without a key: the page itself tells nothing
