@@ -40,6 +40,7 @@ ITL_INFLATION = 1.25  # how far others' drafts may stretch a running request's s
 PROMPT_INFLATION = 2.0
 MiB = 1 << 20
 MAX_BRANCH_LENGTH = 4096  # tokens; the trie walks as many windows for each token that it is given
+MAX_RANKS, MIN_RANK_TIMEOUT_S = 64, 0.1
 MAX_MIN_MATCH = 32  # tokens; no drafter compares more of a context (draft/text_index.py)
 MAX_THREADS = 4 * (os.cpu_count() or 1)  # OpenMP ends the process if it cannot start as many as asked for
 
@@ -172,6 +173,8 @@ class EngineConfig:
     leaves more tokens that are forced; or any.
     num_threads: compute threads on a CPU, at most MAX_THREADS. None: what measures fastest at start. With a GPU, the
     threads that make drafts.
+    lookahead_parallel_size: processes with the whole model that each verify some branches of every draft tree.
+    rank_timeout_s: one of these that says nothing for longer than this, in a step, ends the engine.
     instruction_set: the instructions that compiled kernels use on a CPU. It has to be chosen before they are loaded
     (choose_instruction_set), as the command line does.
     """
@@ -205,6 +208,8 @@ class EngineConfig:
     custom_kernels: bool = True
     kernel_overlap: bool = True
     num_threads: int | None = None
+    lookahead_parallel_size: int = 1
+    rank_timeout_s: float = 60.0
     instruction_set: str = AUTO
     batch_invariant: bool = False
     trust_remote_code: bool = False
@@ -286,6 +291,8 @@ class EngineConfig:
         if self.max_itl_inflation is not None:
             number("max_itl_inflation", self.max_itl_inflation, 1.0)
         number("max_priority_wait_s", self.max_priority_wait_s, 0.0)
+        at_least("lookahead_parallel_size", self.lookahead_parallel_size, 1, MAX_RANKS)
+        number("rank_timeout_s", self.rank_timeout_s, MIN_RANK_TIMEOUT_S)
         for name in ("max_itl_ms", "tpot_target_ms"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), MIN_TARGET_MS)

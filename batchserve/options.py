@@ -164,6 +164,10 @@ ENGINE_OPTIONS = {
         "compute threads on a CPU; with a GPU, threads for drafting",
         default_text="the fastest number at start; with a GPU torch's number, at most 8",
     ),
+    "lookahead_parallel_size": Option(
+        "processes that each have the whole model and verify some branches of every draft tree (docs/scaling.md)"
+    ),
+    "rank_timeout_s": Option("the longest that one of these may take for a step; it hangs then, and the engine ends"),
     "instruction_set": Option(
         "the instruction set of compiled kernels on a CPU, to compare or to rule one out",
         INSTRUCTION_SETS,

@@ -191,6 +191,29 @@ class SlabAllocator:
             np.array(places), self._plane_sizes, starts, np.array([*chain.from_iterable(moved.values())], np.int64)
         )
 
+    def move_rows(self, request_id: str, first: int, rows: Sequence[int]) -> None:
+        """Moves rows of a step, counted after the committed ones, in ascending order, to `first` and what follows."""
+        self._move({request_id: [*range(first), *rows]})
+
+    def read_rows(self, request_id: str, first: int, count: int) -> bytes:
+        """Returns K and V of rows that follow the committed ones, for write_rows of an allocator like this one."""
+        slab = self._slabs[request_id]
+        start = slab.num_committed + first
+        return b"".join(stack[:, :, start : start + count].tobytes() for stack in slab.stacks)
+
+    def write_rows(self, request_id: str, first: int, data: bytes) -> None:
+        """Overwrites K and V of rows that follow the committed ones, and were reserved."""
+        slab, at = self._slabs[request_id], 0
+        start = slab.num_committed + first
+        count = len(data) // self.bytes_per_token
+        if start + count > slab.capacity:
+            raise IndexError(f"rows of {request_id!r}: {first + count} were not reserved")
+        for stack in slab.stacks:
+            shape = (*stack.shape[:2], count, stack.shape[3])
+            size = stack.itemsize * shape[0] * shape[1] * shape[2] * shape[3]
+            stack[:, :, start : start + count] = np.frombuffer(data[at : at + size], stack.dtype).reshape(shape)
+            at += size
+
     def touch(self, request_id: str) -> None:
         for stack in self._slabs[request_id].stacks:
             stack.fill(0)

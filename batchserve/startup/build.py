@@ -31,6 +31,8 @@ from batchserve.metrics import EngineMetrics
 from batchserve.native import pool
 from batchserve.native.cores import processor_name
 from batchserve.native.instruction_set import choose_instruction_set
+from batchserve.parallel.lookahead import LookaheadExecutor
+from batchserve.parallel.starting import RanksBeingBuilt
 from batchserve.request import NewRequest, Request
 from batchserve.runner.native_runner import NativeRunner
 from batchserve.scheduler.scheduler import Scheduler
@@ -113,13 +115,17 @@ def _build_engine(
     check_not_forked()
     if drafter is None and (config.wait_for_drafter or not is_serving):
         kernels.begin(drafter_modules(drafters[_default_drafter(config)], _shared_modules(config)))
-    prepared = prepare(config, say)
+    ranks = RanksBeingBuilt(config)
+    prepared = prepare(ranks.config, say)
     executor, facts, max_model_len = prepared.executor, prepared.facts, prepared.max_model_len
     limits = draft_limits(config, facts.num_parameters)
     processor = InputProcessor(ModelFacts.of(facts, prepared.tokenizer), max_model_len, config, limits)
     kernels.wait_for_begun()  # nothing is measured beside it
     is_on_cpu, min_gain = prepared.device == "cpu", SERVING_GAIN if is_serving else THREAD_GAIN
-    _use_threads(config, prepared, min_gain, NATIVE_SERVING_GAIN if is_serving else NATIVE_THREAD_GAIN, say)
+    _use_threads(ranks.config, prepared, min_gain, NATIVE_SERVING_GAIN if is_serving else NATIVE_THREAD_GAIN, say)
+    if config.lookahead_parallel_size > 1:
+        prepared = ranks.joined(prepared)
+        executor = prepared.executor
     step_time = _build_step_time(config, prepared, say)
     scheduler = Scheduler(config, executor.allocator, max_model_len, step_time)
     used_drafter = drafter or _build_drafter(config, facts.num_parameters, processor, kernels, is_serving, say)
@@ -129,8 +135,8 @@ def _build_engine(
     drafts.use_threads(pool.team(min(executor.num_threads, most_threads)))
     core = EngineCore(scheduler, drafts, executor, decoder_of(prepared.tokenizer), EngineMetrics(), clock)
     # Of modules: bits may depend on the number of threads. A native program chooses for each step.
-    is_native = isinstance(executor, NativeRunner)
-    if is_on_cpu and not is_native and config.num_threads is None and prepared.max_threads > 1:
+    is_alone = not isinstance(executor, NativeRunner | LookaheadExecutor)
+    if is_on_cpu and is_alone and config.num_threads is None and prepared.max_threads > 1:
 
         def changed(ratio: float) -> None:
             step_time.rescale(ratio)

@@ -41,6 +41,10 @@ ALWAYS = (
     "test_every_family_under_every_drafter[flashinfer_tree_graphs-qwen2]",
     "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption[flashinfer_tree-mistral]",
     "test_seeded_faults_turn_it_red[flashinfer_custom-wrong_parent]",
+    "test_every_family_under_every_drafter[lookahead-mistral]",
+    "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption[lookahead-llama]",
+    "test_coverage_of_the_suite[lookahead-5]",
+    "test_seeded_faults_turn_it_red[lookahead-accepted_kv_not_kept]",
 )
 
 
@@ -57,6 +61,19 @@ AS_GRAPHS = (
 )
 
 
+# By two processes that divide every draft tree.
+OVER_RANKS = (
+    "test_every_family_under_every_drafter",
+    "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption",
+    "test_one_after_the_other_each_hits_the_longest_beginning_there_is",
+    "test_who_begins_like_one_that_is_running_takes_over_what_it_has_computed",
+    "test_coverage_of_the_suite",
+    "test_seeded_faults_turn_it_red",
+    "test_tokens_are_the_same_whatever_is_chosen",
+    "test_tiny_models",
+    "test_greedy_in_any_batch",
+)
+
 OVER_FLASHINFER = (
     "test_every_family_under_every_drafter",
     "test_many_at_once_under_every_drafter_in_scopes_and_with_preemption",
@@ -70,7 +87,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("cpu_backend") is None:
         graphs = ["graphs"] if metafunc.definition.originalname in AS_GRAPHS else []
         kernels = FLASHINFER if metafunc.definition.originalname in OVER_FLASHINFER else []
-        metafunc.parametrize("backend", ["cpu", "torch", *graphs, *kernels], indirect=True)
+        ranks = ["lookahead"] if metafunc.definition.originalname in OVER_RANKS else []
+        metafunc.parametrize("backend", ["cpu", "torch", *graphs, *kernels, *ranks], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,7 +107,10 @@ _REFUSED = tuple(f"-{family}]" for family in NOT_OVER_FLASHINFER)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The attention backend of every engine that harness.build makes."""
     name: str = getattr(request, "param", "cpu")
-    monkeypatch.setitem(harness.BACKEND, "attention_backend", "cpu" if name == "cpu" else "torch")
+    is_on_cpu = name in ("cpu", "lookahead")
+    monkeypatch.setitem(harness.BACKEND, "attention_backend", "cpu" if is_on_cpu else "torch")
+    if name == "lookahead":
+        monkeypatch.setitem(harness.BACKEND, "lookahead_parallel_size", 2)
     if name.endswith("graphs"):
         monkeypatch.setattr(modules, "choose_capturer", lambda config, device, kernel: RerunCapturer())
     if name.startswith("flashinfer"):

@@ -131,6 +131,7 @@ def test_who_begins_like_one_that_is_running_takes_over_what_it_has_computed(
     jobs = [greedy(base[: 120 - 10 * i] + tail, 40, arrival=computed * (i > 0)) for i, tail in enumerate(tails)]
     engine = make_engine(tiny_model[family], prefill_chunk_size=chunk, decoding_length=1)
     allocator, forks = engine.core.executor.allocator, []
+    allocator = getattr(allocator, "own", allocator)
     fork = allocator.fork
     monkeypatch.setattr(allocator, "fork", lambda *args: forks.append(args) or fork(*args))
     answers = run(engine, jobs, coverage)
