@@ -15,7 +15,7 @@ def add_keys_parser(commands: Any) -> None:
     keys.add_argument("file", type=Path, metavar="FILE.yaml", help="the file to add the key's hash to")
     keys.add_argument("--tenant", required=True, metavar="NAME", help="callers of a tenant share drafts and K/V")
     keys.add_argument("--max-in-flight", type=int, metavar="N", help="requests at once; more wait (default: no limit)")
-    keys.add_argument("--max-queued", type=int, metavar="N", help="requests that may wait so (default: no limit)")
+    keys.add_argument("--max-queued", type=int, metavar="N", help="requests that may wait so (default: 256)")
     keys.add_argument("--tokens-per-minute", type=int, metavar="N", help="of prompts and answers (default: no limit)")
     keys.add_argument("--max-priority", type=int, metavar="N", help="the highest priority of a request (default: 0)")
     keys.add_argument("--admin", dest="is_admin", action="store_true", help="may read metrics and drain the server")

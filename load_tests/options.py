@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from locust import events
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
 
 
+def positive(text: str) -> int:
+    """Returns a number of at least 1. argparse turns a ValueError into its own message."""
+    if (number := int(text)) < 1:
+        raise ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
 @events.init_command_line_parser.add_listener
 def add_arguments(parser: ArgumentParser) -> None:
     hidden: dict[str, Any] = {"include_in_web_ui": False}  # Locust's own parser knows this
@@ -23,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=AUTO,
         help="how to speak to the server; auto: HTTP if --host is http://... or https://..., gRPC otherwise",
     )
-    parser.add_argument("--max-tokens", type=int, default=128, help="the most tokens of an answer")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="the most tokens of an answer")
     parser.add_argument("--speculation", choices=("on", "off"), default="on", help="whether calls ask for drafts")
     parser.add_argument("--seed", default="", help="of the prompts (default: another one each run)")
     parser.add_argument(

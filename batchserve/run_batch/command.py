@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchserve.client_options import https_context
-from batchserve.errors import ConfigError
+from batchserve.errors import ConfigError, shortened
 from batchserve.http_client import HttpClient, HttpFailure, Response, ServerUrl, UnreachableError
 from batchserve.interrupts import interrupts_end_the_process, run_until_interrupted
 from batchserve.logs import configure_logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from batchserve.config import EngineConfig
     from batchserve.server.grpc.tls import ClientTls
 
-MAX_CONCURRENCY = 4096
+MAX_CONCURRENCY, MAX_BODY_CHARS = 4096, 200
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -139,13 +139,20 @@ class Batch:
 
 
 def result_of(request: BatchRequest, response: Response) -> BatchResult:
-    """Returns the result that a response is. A body that is not JSON becomes an error's message."""
+    """Returns the result that a response is. A body that is not JSON becomes an error's message; if the status says
+    that it is an answer, there is none.
+    """
     try:
         body = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
         text = response.body.decode(errors="replace")
+        if 200 <= response.status < 300:
+            what = f"status {response.status} with a body that is no JSON object: {shortened(text, MAX_BODY_CHARS)}"
+            return BatchResult(request.custom_id, error=what)
         body = {"error": {"message": text, "type": "not_json", "param": None, "code": None}}
-    answer_id = body.get("id") if isinstance(body, dict) else None
+    answer_id = body.get("id")
     request_id = response.headers.get("x-request-id") or answer_id or ""
     return BatchResult(request.custom_id, response.status, str(request_id), body)
 

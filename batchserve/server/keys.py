@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
+import json
 import logging
 import math
 import os
 import re
 import secrets
 import stat
+import tempfile
+import textwrap
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from batchserve.errors import ConfigError, InvalidRequestError, PermissionDeniedError, UnauthenticatedError, one_line
 from batchserve.types import MAX_PRIORITY, TENANT_BOUND, TENANT_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -177,31 +185,73 @@ def _checked(where: str, entry: Any) -> tuple[bytes, Caller]:
 
 
 def add_key(path: Path, **entry: Any) -> str:
-    """Makes a key, adds its hash to the file, and returns the key, which is kept nowhere. Raises ConfigError."""
-    key = new_key()
+    """Makes a key, adds its hash to the file, and returns the key, which is kept nowhere. Raises ConfigError.
+
+    Whoever else adds one at the same time waits.
+    """
+    key, named = new_key(), f"keys = {str(path)!r}"
     entry = {"sha256": hash_of(key), **{name: value for name, value in entry.items() if value is not None}}
-    _checked(f"keys = {str(path)!r}: the new key", entry)
-    if path.exists():
-        read_keys(path)  # what is not sound is not written to
-        text = path.read_text()
-    else:
-        text = "keys:\n"
-    if yaml.safe_load(text) == {"keys": []}:
-        text = "keys:\n"
-    lines = yaml.safe_dump([entry], sort_keys=False)
-    new = f"{text.rstrip()}\n{lines}"
-    temporary = path.with_name(f".{path.name}.new")
+    _checked(f"{named}: the new key", entry)
+    target = Path(os.path.realpath(path))
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with _only_writer(target.parent):
+            text = target.read_text() if target.exists() else ""
+            if _content(text, named) not in (None, {"keys": None}, {"keys": []}):
+                read_keys(path)  # what is not sound is not written to
+            _replace(target, _with_entry(text, entry))
+    except OSError as error:
+        raise ConfigError(f"{named}: cannot be written ({error.strerror})") from None
+    return key
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _content(text: str, named: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{named}: must be YAML ({one_line(error)})") from None
+
+
+def _with_entry(text: str, entry: dict[str, Any]) -> str:
+    """Returns the text of a file with one more key: as it is, comments included, if lines can be added to its end."""
+    found = yaml.safe_load(text) or {}
+    wanted = {"keys": [*(found.get("keys") or []), entry]}
+    if text.lstrip().startswith("{"):
+        return json.dumps(wanted, indent=2) + "\n"
+    comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    head = text.rstrip() if found.get("keys") else f"{comments}keys:"
+    indent = (re.search(r"^( *)-", text, re.MULTILINE) or ("", ""))[1]
+    lines = textwrap.indent(yaml.safe_dump([entry], sort_keys=False), indent)
+    new = f"{head}\n{lines}"
+    try:
+        is_right = yaml.safe_load(new) == wanted
+    except yaml.YAMLError:
+        is_right = False
+    return new if is_right else comments + yaml.safe_dump(wanted, sort_keys=False)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all. It stays readable to those who read it. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = Path(name)
+    try:
         with os.fdopen(descriptor, "w") as file:
-            file.write(new)
-        read_keys(temporary)
-        if path.exists():  # it stays readable to those who read it
+            file.write(text)
+        if path.exists():
             before = path.stat()
             temporary.chmod(stat.S_IMODE(before.st_mode))
             if os.geteuid() == 0:
                 os.chown(temporary, before.st_uid, before.st_gid)
         temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"keys = {str(path)!r}: cannot be written ({error.strerror})") from None
-    return key
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +367,43 @@ def test_a_file_that_is_not_sound(tmp_path: Path, content: Any, message: str) ->
         path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     with pytest.raises(ConfigError, match=message):
         KeyStore(str(path), Caller())
+
+
+H = "0" * 64
+FORMS = {
+    "indented": f"# mine\nkeys:\n  - sha256: '{H}'\n    tenant: x\n",
+    "in one line": f"keys: [{{sha256: '{H}', tenant: x}}]\n",
+    "json": json.dumps({"keys": [{"sha256": H, "tenant": "x"}]}),
+    "empty": "",
+    "comment": "# mine\n",
+    "no keys": "keys:\n",
+    "empty list": "keys: []\n",
+    "empty json": '{"keys": []}',
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_is_added_to_a_file_of_any_form(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(FORMS[form])
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    keys = [add_key(link, tenant="y"), add_key(link, tenant="z", max_queued=0)]
+    assert link.is_symlink()
+    store = KeyStore(str(path), Caller())
+    assert [store.caller(f"Bearer {key}").tenant for key in keys] == ["y", "z"]
+    assert (H in path.read_text()) == ("x" in FORMS[form])
+    assert ("# mine" in path.read_text()) == ("# mine" in FORMS[form])
+    assert path.read_text().startswith("{") == ("json" in form)
+    assert sorted(tmp_path.iterdir()) == [path, link]
+
+
+def test_keys_that_are_made_at_once_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    with ThreadPoolExecutor(8) as threads:
+        keys = [*threads.map(lambda i: add_key(path, tenant=f"t{i}"), range(24))]
+    store = KeyStore(str(path), Caller())
+    assert [store.caller(f"Bearer {key}").tenant for key in keys] == [f"t{i}" for i in range(24)]
 
 
 def test_the_command_makes_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
