@@ -66,6 +66,8 @@ def _flag(where: str, name: str, action: argparse.Action, value: Any) -> str:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}: must be true or false")
         return name if value else f"--no-{name[2:]}"
+    if action.type in (None, str) and action.choices is None and not isinstance(value, str):
+        raise ConfigError(f"{where}: must be a text, in quotes if YAML takes it for something else")
     if isinstance(value, bool):  # YAML reads `on` and `off` so
         value = "on" if value else "off"
     if isinstance(value, list):

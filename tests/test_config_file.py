@@ -73,12 +73,15 @@ def test_every_option_can_be_in_a_file():
         ("max-num-seqs: many", "max-num-seqs = 'many': argument --max-num-seqs: invalid int value: 'many'"),
         ("drafter: oracle", "drafter = 'oracle': argument --drafter: invalid choice"),
         ("http: 1", "http = 1: must be true or false"),
-        ("model: {a: 1}", "model = {'a': 1}: must be a text or a number"),
+        ("model: {a: 1}", "model = {'a': 1}: must be a text"),
+        ("served-model-name: yes", "served-model-name = True: must be a text, in quotes if YAML takes it for"),
+        ("served-model-name: 1.10", "served-model-name = 1.1: must be a text, in quotes if YAML takes it for"),
+        ("default-draft-scope: [a, b]", "default-draft-scope = ['a', 'b']: must be a text"),
         ("port:", "port = None: must be a text or a number"),
         ("port: 1\nport: 2", "must be YAML (port is there twice)"),
         ("port: 99999", "port = 99999: must be an integer in 0..65535"),
     ],
-    ids=range(13),
+    ids=range(16),
 )
 def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, message: str):
     path = tmp_path / "serve.yaml"

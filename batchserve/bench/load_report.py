@@ -38,6 +38,7 @@ class Measurement:
     summary: Summary
     client_cpu: float
     is_interrupted: bool = False
+    num_warmup: int = 0  # requests before the measured ones
 
 
 def show_report(options: ServeBenchOptions, prompts: LoadPrompts, measured: Measurement) -> None:
@@ -157,10 +158,10 @@ def _notes(prompts: LoadPrompts, measured: Measurement) -> Iterator[str]:
         yield f"The server told no tokens of {counted} requests: each of their deltas with text counts as one token."
     if summary.total_tokens_per_s is None and summary.num_completed:
         yield "The server did not tell how many tokens prompts have."
-    if prompts.num_different is not None and len(measured.records) > prompts.num_different:
+    if prompts.num_different is not None and measured.num_warmup + len(measured.records) > prompts.num_different:
         yield (
-            f"{prompts.num_different} different prompts were asked more than once each: a server that remembers "
-            "prompts or answers looks faster than with new ones."
+            f"There are {prompts.num_different} different prompts, so that some were asked more than once: a server "
+            "that remembers prompts or answers looks faster than with new ones."
         )
     if measured.client_cpu > BUSY_SHARE and summary.num_completed:
         yield "The client itself was busy: the server may be faster than these figures."

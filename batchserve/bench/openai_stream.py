@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import BatchserveError
@@ -106,9 +107,13 @@ class OpenAiStream:
 
 
 def spread(times_s: list[float], num_tokens: int) -> list[tuple[float, int]]:
-    """Shares tokens evenly among deltas that came at these times. Deltas that get none are left out."""
+    """Shares tokens evenly among deltas that came at these times, the first one included, which makes the TTFT.
+
+    Deltas that get none are left out.
+    """
     num = len(times_s)
-    shares = [(i + 1) * num_tokens // num - i * num_tokens // num for i in range(num)]
+    ends = [-(-i * num_tokens // num) for i in range(num + 1)] if num else []  # rounded up
+    shares = [end - start for start, end in pairwise(ends)]
     return [(at_s, share) for at_s, share in zip(times_s, shares, strict=True) if share]
 
 

@@ -74,7 +74,7 @@ async def _measure(options: ServeBenchOptions, prompts: LoadPrompts, client: Loa
         duration_s = max(record.ended_s for record in records)
     summary = summarise(records, duration_s, options.slo, num_sent - len(records))
     client_cpu = (time.process_time() - cpu_s) / max(duration_s, 1e-9)
-    return Measurement(model, records, summary, client_cpu, is_interrupted)
+    return Measurement(model, records, summary, client_cpu, is_interrupted, options.warmup)
 
 
 async def _warm_up(options: ServeBenchOptions, prompts: LoadPrompts, client: LoadClient) -> None:

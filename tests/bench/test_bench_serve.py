@@ -83,7 +83,7 @@ async def test_the_command_shows_a_table_and_writes_everything(served: Served, t
     for line in ("open loop, all at once; 5 requests; prompts of prompts.jsonl; seed 3", "TTFT", "TPOT", "ITL", "E2E"):
         assert line in shown.out
     assert "5 within TTFT 1e+06 ms, E2E 1e+06 ms" in shown.out
-    assert "2 different prompts were asked more than once each" in shown.out
+    assert "There are 2 different prompts, so that some were asked more than once" in shown.out
     written = json.loads(out.read_text())
     assert written["options"]["rate"] == "inf"
     assert written["options"]["slo"]["e2e_ms"] == 1e6

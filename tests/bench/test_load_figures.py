@@ -191,7 +191,7 @@ def test_tokens_that_only_the_whole_answer_tells():
     chats = [{"choices": [{"index": 0, "delta": {"content": each}}]} for each in ("", "a", "b", "c")]
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "usage": None}
     found = read(*chats, end, {"choices": [], "usage": usage(4, 8)}, b"[DONE]")
-    assert (found.deltas, found.output_tokens) == ([(2.0, 2), (3.0, 3), (4.0, 3)], 8)
+    assert (found.deltas, found.output_tokens) == ([(2.0, 3), (3.0, 3), (4.0, 2)], 8)
     assert (found.counted_by, found.prompt_tokens) == ("answer", 4)
 
 
@@ -204,8 +204,8 @@ def test_tokens_that_nobody_tells():
 
 
 def test_tokens_are_shared_evenly():
-    assert spread([1.0, 2.0, 3.0], 2) == [(2.0, 1), (3.0, 1)]
-    assert spread([1.0, 2.0], 5) == [(1.0, 2), (2.0, 3)]
+    assert spread([1.0, 2.0, 3.0], 2) == [(1.0, 1), (2.0, 1)]
+    assert spread([1.0, 2.0], 5) == [(1.0, 3), (2.0, 2)]
     assert spread([], 5) == []
 
 
