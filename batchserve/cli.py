@@ -48,7 +48,7 @@ from batchserve.server_config import ServerConfig
 from batchserve.tune import NOT_TUNED_OPTIONS, add_tune_flags, run_tune_command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from batchserve.engine.async_engine import AsyncEngine
 
@@ -271,11 +271,26 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run_doctor(arguments)
 
 
+FILES = ("keys", "tls_certificate", "tls_key", "tls_client_ca", "draft_cache")  # options of serve
+
+
 def _completion(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     import shtab
 
+    for action in _all_actions(parser):
+        if action.type is Path or action.dest in FILES or "FILE" in str(action.metavar):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(parser, arguments.shell))
     return 0
+
+
+def _all_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yields the options and arguments of a parser and of its commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _all_actions(command)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

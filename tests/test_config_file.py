@@ -99,6 +99,8 @@ def test_completion_knows_commands_and_options(capsys: pytest.CaptureFixture[str
     script = capsys.readouterr().out
     assert "--max-num-seqs" in script
     assert "warm-drafts" in script
+    files = "_shtab_batchserve_serve___keys_COMPGEN=_shtab_compgen_files" if shell == "bash" else ":keys:_files"
+    assert files in script
     if shell == "bash":
         done = subprocess.run(["bash", "-n"], input=script, text=True, check=False, capture_output=True)
         assert (done.returncode, done.stderr) == (0, "")
