@@ -30,7 +30,8 @@ class StepHandle(Protocol):
 class Executor(Protocol):
     """Computes ragged batches: all that an engine core knows of models and devices.
 
-    NativeRunner and ModelRunner are those of one process, LookaheadExecutor is that of several. Only the thread that called bind_thread() may launch steps.
+    NativeRunner and ModelRunner are those of one process, LookaheadExecutor is that of several. Only the thread that
+    called bind_thread() may launch steps.
     """
 
     num_threads: int  # of the host, that steps compute on
