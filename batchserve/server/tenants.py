@@ -61,6 +61,9 @@ class Tenant:
         self.num_in_flight -= num_requests
         while self.waiting:
             future, count, most = self.waiting[0]
+            if future.done():  # given up; whoever waited for it has not run since
+                self.waiting.popleft()
+                continue
             if self.num_in_flight + count > most:
                 return
             self.waiting.popleft()
@@ -79,7 +82,9 @@ class Tenants:
         """Ends those who wait for their turn with this error."""
         for tenant in self.by_name.values():
             while tenant.waiting:
-                tenant.waiting.popleft()[0].set_exception(error)
+                future, _, _ = tenant.waiting.popleft()
+                if not future.done():
+                    future.set_exception(error)
 
     @asynccontextmanager
     async def admitted(self, caller: Caller, num_requests: int, timeout_s: float | None) -> AsyncIterator[Tenant]:
@@ -135,7 +140,7 @@ class Tenants:
             if entry in tenant.waiting:
                 tenant.waiting.remove(entry)
                 tenant.leave(0)  # the next one may fit
-            elif turn.done() and turn.exception() is None:
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:
                 tenant.leave(count)  # it had been let in at the same moment
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(

@@ -267,6 +267,23 @@ async def test_who_waits_keeps_the_order_and_may_give_up():
     assert (tenant.num_in_flight, len(tenant.waiting)) == (0, 0)
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_those_who_are_cancelled_together_give_all_places_back(is_refused: bool):
+    tenants, caller, end = Tenants(), Caller("t", max_in_flight=2), asyncio.Event()
+    tasks = [asyncio.create_task(_hold(tenants, caller, end)) for _ in range(8)]
+    await asyncio.sleep(0)
+    for task in tasks:  # those in flight leave before those that wait have run again
+        task.cancel()
+    if is_refused:
+        tenants.refuse_waiting(UnavailableError("the server is draining"))
+    assert all(
+        isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True)
+    )
+    tenant = tenants.by_name["t"]
+    assert (tenant.num_in_flight, len(tenant.waiting)) == (0, 0)
+    assert await asyncio.wait_for(_hold(tenants, caller), 1) == 1
+
+
 async def _hold(tenants: Tenants, caller: Caller, end: asyncio.Event | None = None) -> int:
     async with tenants.admitted(caller, 1, None) as tenant:
         await (asyncio.sleep(0) if end is None else end.wait())
