@@ -61,7 +61,7 @@ class Tenant:
         self.num_in_flight -= num_requests
         while self.waiting:
             future, count, most = self.waiting[0]
-            if future.done():  # given up; whoever waited for it has not run since
+            if future.done():  # cancelled, and the call that waited for it has not run yet
                 self.waiting.popleft()
                 continue
             if self.num_in_flight + count > most:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from batchserve.server.http.tools.pieces import Piece, ToolParser
     from batchserve.types import Delta, TokenLogprobs
 
-CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 
 
@@ -86,10 +85,20 @@ def read_chat(front: Front, fields: Fields) -> tuple[Asked, ToolChoice, Chat]:
         tools,
         has_format,
         fields.items("messages") or [],
-        **fields.given(*CHAT_OPTIONS),
+        **chat_options(fields),
     )
     fields.end()
     return asked, tools, chat
+
+
+def chat_options(fields: Fields) -> dict[str, Any]:
+    """Reads further arguments of Chat."""
+    return fields.given("add_generation_prompt", "continue_final_message") | template_arguments(fields)
+
+
+def template_arguments(fields: Fields) -> dict[str, Any]:
+    arguments = fields.mapping("chat_template_kwargs")
+    return {} if arguments is None else {"chat_template_kwargs": arguments}
 
 
 def make_chat(

@@ -18,7 +18,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values, self._path = values, path
-        self._unread = dict.fromkeys(values)
+        self._unread = {name: None for name, value in values.items() if value is not None}
 
     def raw(self, name: str) -> Any:
         """Returns any value, None if there is none."""
@@ -45,6 +45,10 @@ class Fields:
         found: list[Any] | None = self._typed(name, list)
         return found
 
+    def given_items(self, *names: str) -> dict[str, list[Any]]:
+        """Returns those of these fields that are there, which must be lists."""
+        return {name: value for name in names if (value := self.items(name)) is not None}
+
     def mapping(self, name: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._typed(name, dict)
         return found
@@ -63,9 +67,9 @@ class Fields:
     def only(self, name: str, *allowed: object) -> None:
         """Reads a field that changes nothing with these values, and is refused with any other."""
         found = self.raw(name)
-        if found is not None and not any(found is each or found == each for each in allowed):
-            shown = " or ".join(str(each).lower() if isinstance(each, bool) else repr(each) for each in allowed)
-            raise self.refused(name, found, f"{shown}, or absent: nothing else is served")
+        if found is not None and not any(type(found) is type(each) and found == each for each in allowed):
+            shown = [str(each).lower() if isinstance(each, bool) else repr(each) for each in allowed]
+            raise self.refused(name, found, f"{' or '.join(dict.fromkeys([*shown, 'absent']))}: nothing else is served")
 
     def ignored(self, *names: str) -> None:
         """Reads fields that change nothing, whatever they say."""

@@ -48,9 +48,7 @@ class Front:
             token_ids = await self.engine.tokenize(asked.predicted, add_special_tokens=False)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.reason, "prediction.content", error.value, error.bound) from None
-        references = asked.speculation.get("references") or ()
-        given = references if isinstance(references, list) else [references] if references else []
-        asked.speculation["references"] = [*given, token_ids]
+        asked.speculation["references"] = [*asked.speculation.get("references", ()), token_ids]
         return token_ids
 
     async def identify(self, caller: Caller, asked: Asked, prefix: str) -> str:

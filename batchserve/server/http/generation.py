@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 IGNORED = ("user", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier")
 # Fields with the name and the meaning that they have in SamplingParams.
 SAMPLING = (
-    *("temperature", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "bad_words"),
-    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+    *("temperature", "top_p", "min_p", "seed", "n", "ignore_eos", "min_tokens", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "no_repeat_ngram_size", "include_stop_str_in_output"),
+    *("skip_special_tokens", "prompt_logprobs"),
 )
+SAMPLING_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
 SPECULATION = ("is_enabled", "max_draft_tokens", "drafter", "branch_length", "tpot_target_ms")
 STRUCTURED = {
     "json": "json_schema",
@@ -74,7 +75,7 @@ class Asked:
 def read_common(fields: Fields) -> Asked:
     """Reads what all kinds of requests have. Raises InvalidRequestError."""
     asked = Asked(
-        sampling=fields.given(*SAMPLING),
+        sampling=fields.given(*SAMPLING) | fields.given_items(*SAMPLING_LISTS) | _stop(fields),
         model=fields.text("model") or "",
         request_id=fields.text("request_id") or "",
         deadline_s=fields.raw("deadline_s"),
@@ -122,13 +123,18 @@ def read_prediction(fields: Fields, asked: Asked) -> None:
     content = prediction.raw("content")
     prediction.end()
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = None if None in parts else "".join(map(str, parts))
-    if not isinstance(content, str):
+        asked.predicted = "".join(_text_of(prediction, part) for part in content)
+    elif isinstance(content, str):
+        asked.predicted = content
+    else:
         raise prediction.refused("content", content, "a text, or a list of parts of type text")
-    asked.predicted = content
+
+
+def _text_of(prediction: Fields, part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else None
+    if part != {"type": "text", "text": text} or not isinstance(text, str):
+        raise prediction.refused("content", part, "a text, or a list of parts of type text, which have a text each")
+    return text
 
 
 def read_response_format(fields: Fields, asked: Asked, name: str = "response_format") -> bool:
@@ -185,12 +191,14 @@ def _set_grammar(fields: Fields, asked: Asked, ours: str, value: Any, path: str)
     if ours in asked.sampling:
         bound = f"absent, as {asked.names[ours]} is set"
         raise InvalidRequestError("CONFLICTING_GRAMMARS", path, value, bound)
+    if ours == "choice" and (not isinstance(value, list) or not value):
+        raise InvalidRequestError("INVALID_CHOICE", path, value, "a list of at least one text")
     asked.sampling[ours], asked.names[ours] = value, path
 
 
 def _read_speculation(fields: Fields, asked: Asked) -> None:
     """Reads the fields that are our own: where drafts come from."""
-    asked.speculation = fields.given("references", "draft_scope")
+    asked.speculation = fields.given_items("references") | fields.given("draft_scope")
     if (salt := fields.text("cache_salt")) is not None:  # vLLM's: K/V is shared among requests with the same one
         if "draft_scope" in asked.speculation:
             raise fields.refused("cache_salt", salt, "absent, as draft_scope is set")
@@ -199,6 +207,13 @@ def _read_speculation(fields: Fields, asked: Asked) -> None:
         asked.speculation |= options.given(*SPECULATION)
         asked.names |= {name: options.path(name) for name in SPECULATION}
         options.end()
+
+
+def _stop(fields: Fields) -> dict[str, Any]:
+    found = fields.raw("stop")
+    if found is not None and not isinstance(found, str | list):
+        raise fields.refused("stop", found, "a string, or a list of strings")
+    return {} if found is None else {"stop": found}
 
 
 def _token_id(fields: Fields, name: str) -> int:

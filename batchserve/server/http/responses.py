@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import InvalidRequestError
-from batchserve.server.http.chat import make_chat
+from batchserve.server.http.chat import make_chat, template_arguments
 from batchserve.server.http.generation import Asked, read_common, read_max_tokens, read_prediction, read_response_format
 from batchserve.server.http.logprobs import TokenNames
 from batchserve.server.http.response_items import ResponseItems
@@ -62,6 +62,9 @@ def read_response(front: Front, fields: Fields) -> tuple[Asked, ToolChoice, Chat
     """Reads a request. Raises InvalidRequestError. Returns also what the response repeats of it."""
     names = ("instructions", "metadata", "tools", "tool_choice", "text", "max_output_tokens", "user")
     shown = fields.given(*names, "parallel_tool_calls")
+    fields.only("prompt_logprobs")  # a response has no place for these
+    fields.only("return_token_ids", False)
+    fields.only("return_tokens_as_token_ids", False)
     asked = read_common(fields)
     read_max_tokens(fields, asked, "max_output_tokens")
     read_prediction(fields, asked)
@@ -85,7 +88,7 @@ def read_response(front: Front, fields: Fields) -> tuple[Asked, ToolChoice, Chat
     instructions, given = fields.text("instructions"), fields.raw("input")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
-    chat = make_chat(front, asked, tools, has_format, messages, **fields.given("chat_template_kwargs"))
+    chat = make_chat(front, asked, tools, has_format, messages, **template_arguments(fields))
     fields.end()
     return asked, tools, chat, shown
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from batchserve.errors import InvalidRequestError, UnknownModelError
-from batchserve.server.http.chat import CHAT_OPTIONS, make_chat
+from batchserve.server.http.chat import chat_options, make_chat
 from batchserve.server.http.errors import HttpRefusal
 from batchserve.server.http.generation import Asked
 from batchserve.server.http.tools.choice import read_tools
@@ -57,7 +57,7 @@ async def tokenize(front: Front, call: HttpCall, fields: Fields) -> None:
     if messages is not None:
         if add_special_tokens:
             raise fields.refused("add_special_tokens", add_special_tokens, "false or absent: the template says which")
-        chat = make_chat(front, Asked(), read_tools(fields), False, messages, **fields.given(*CHAT_OPTIONS))
+        chat = make_chat(front, Asked(), read_tools(fields), False, messages, **chat_options(fields))
         fields.end()
         token_ids = await engine.tokenize(chat)
     else:
@@ -75,10 +75,10 @@ async def detokenize(front: Front, call: HttpCall, fields: Fields) -> None:
     """Returns the text of token ids, as vLLM does."""
     engine = front.engine
     _check_model(front, fields)
-    call.names = {"token_ids": "tokens"}
     token_ids = fields.items("tokens")
     is_skipping = fields.flag("skip_special_tokens")
     fields.end()
+    call.names = {"token_ids": "tokens"}
     if token_ids is None or not all(type(token_id) is int for token_id in token_ids):
         raise InvalidRequestError("INVALID_TOKEN_IDS", "tokens", token_ids, "a list of integers")
     if len(token_ids) > (most := engine.info.max_model_len):

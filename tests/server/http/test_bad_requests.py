@@ -114,6 +114,26 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat", {"speculation": {"mode": 1}}, "speculation.mode", "not known"),
     ("chat", {"deadline_s": "soon"}, "deadline_s", "seconds"),
     ("chat", {"request_id": "a" * 300}, "request_id", "256"),
+    ("chat", {"stop": {"a": 1}}, "stop", "a list of strings"),
+    ("chat", {"bad_words": {"a": 1}}, "bad_words", "a list"),
+    ("chat", {"stop_token_ids": {}}, "stop_token_ids", "a list"),
+    ("chat", {"allowed_token_ids": "x"}, "allowed_token_ids", "a list"),
+    ("chat", {"references": {"a": 1}}, "references", "a list"),
+    ("chat", {"guided_choice": []}, "guided_choice", "at least one text"),
+    ("chat", {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one text"),
+    ("chat", {"structured_outputs": {"choice": {"a": 1}}}, "structured_outputs.choice", "at least one text"),
+    ("chat", {"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
+    (
+        "chat",
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": 5}]}},
+        "prediction.content",
+        "text",
+    ),
+    ("chat", {"store": 0}, "store", "false"),
+    ("completion", {"best_of": True}, "best_of", "must be 1 or absent"),
+    ("response", {"prompt_logprobs": 1}, "prompt_logprobs", "absent"),
+    ("response", {"return_token_ids": True}, "return_token_ids", "false or absent"),
+    ("response", {"chat_template_kwargs": 0}, "chat_template_kwargs", "an object"),
     ("completion", {"prompt": None}, "prompt", "a text"),
     ("completion", {"prompt": ""}, "prompt", "at least one"),
     ("completion", {"prompt": [None]}, "prompt[0]", "token ids"),
@@ -132,7 +152,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "input[0].content[0].type",
         "one",
     ),
-    ("response", {"previous_response_id": "resp_1"}, "previous_response_id", "absent"),
+    ("response", {"previous_response_id": "resp_1"}, "previous_response_id", "must be absent"),
     ("response", {"store": True}, "store", "false"),
     ("response", {"n": 2}, "n", "one answer"),
     ("response", {"include": ["file_search_call.results"]}, "include[0]", "logprobs"),
@@ -142,6 +162,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("tokens", {}, "prompt", "not both"),
     ("tokens", {"prompt": 1}, "prompt", "a string"),
     ("tokens", {"messages": [said("x")], "add_special_tokens": True}, "add_special_tokens", "absent"),
+    ("text", {"token_ids": [1]}, "token_ids", "not known"),
     ("text", {"tokens": [1.5]}, "tokens", "integers"),
     ("text", {"tokens": [-1]}, "tokens[0]", "in 0.."),
     ("text", {"tokens": [1] * 5000}, "tokens", "4096"),
@@ -210,6 +231,11 @@ async def test_methods_paths_and_types(served: Served):
     get = await request(url, "/v1/chat/completions")
     assert (get.status, get.headers["allow"], get.error["code"]) == (405, "POST", "method_not_allowed")
     assert (await post(url, "/health", {})).status == 405
+    head, last = b"POST /lost HTTP/1.1\r\nHost: localhost\r\nContent-Length: ", b"GET /health HTTP/1.1\r\n"
+    for end in (b"0\r\n\r\n", b"2\r\n\r\n{}"):  # all of it is there: the connection goes on with the next one
+        lost = await send(url, head + end + last + b"Host: localhost\r\nConnection: close\r\n\r\n")
+        assert (lost.status, lost.headers.get("connection")) == (404, None)
+        assert b"200 OK" in lost.body
     nothing = await request(url, "/v2/anything?x=1")
     assert (nothing.status, nothing.error["code"]) == (404, "not_found")
     plain = await post(url, "/v1/completions", COMPLETION, Content_Type="text/plain")
