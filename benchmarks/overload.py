@@ -1,12 +1,14 @@
 """Four times as many requests as the server can answer: does it go on answering as many as it can?
 
-    python -m benchmarks.overload [--seconds 30] [--rounds 3]
+    python -m benchmarks.overload [--seconds 30] [--rounds 3] [--factor 4]
+    python -m benchmarks.overload --burn 0.23       # what a process that takes so much of a core costs by itself
 
 A real server with the bundled model, places for 16 requests and 32 that wait. Its peak is measured with 48 callers who
 each ask one request after the other, then requests come over HTTP at four times that rate (Poisson arrivals), whether
 or not earlier ones were answered. Goodput is what is answered in a second. A request that finds no place is refused at
-once; how long that takes is measured at the client, and each refusal must say when to ask again. The rounds of both
-take turns.
+once; how long that takes is measured at the client, and each refusal must say when to ask again. With --burn there is
+no overload: the same 48 callers ask beside a process that has nothing to do with the server. The rounds of both take
+turns.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +36,11 @@ from benchmarks.front_cost import cpu_s
 
 OPTIONS = ["--model", "bundled", "--wait-for-drafter", "--log-level", "error"]
 OPTIONS += ["--max-num-seqs", "16", "--max-waiting", "32"]
-CALLERS, FACTOR, MAX_TOKENS = 48, 4.0, 64
+CALLERS, MAX_TOKENS = 48, 64
+BURN_S = 0.0005  # that the other process computes at a stretch
+BURN = (
+    "import time\nwhile True:\n t = time.perf_counter()\n while time.perf_counter() - t < {0}: pass\n time.sleep({1})"
+)
 WARM = 0.2  # of a round, before answers are counted
 
 
@@ -111,6 +120,18 @@ async def open_loop(url: str, seconds: float, rate: float, draw: random.Random) 
     return calls.per_s(begun_s, seconds), calls
 
 
+@asynccontextmanager
+async def burning(share: float) -> AsyncIterator[None]:
+    """Runs a process that takes this share of a core."""
+    code = BURN.format(BURN_S, BURN_S / share - BURN_S)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(0)
     peaks, goodputs, refused_s, outcomes, without_hint = [], [], [], Counter[str](), 0
@@ -121,7 +142,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             peaks.append(await closed(server.url, args.seconds))
             pids = {"client": os.getpid(), "server": server.pid, "engine": children_of(server.pid)[0]}
             before = {name: cpu_s(pid) for name, pid in pids.items()}
-            goodput, calls = await open_loop(server.url, args.seconds, FACTOR * peaks[-1], draw)
+            if args.burn:
+                async with burning(args.burn):
+                    goodput, calls = await closed(server.url, args.seconds), Calls(server.url)
+            else:
+                goodput, calls = await open_loop(server.url, args.seconds, args.factor * peaks[-1], draw)
             for name, pid in pids.items():
                 used_s[name].append((cpu_s(pid) - before[name]) / args.seconds)
             goodputs.append(goodput)
@@ -129,10 +154,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             outcomes += calls.outcomes
             without_hint += calls.without_hint
             print(f"peak {peaks[-1]:.1f}, goodput {goodput:.1f} a second, {dict(calls.outcomes)}", flush=True)
-    p50, p99 = np.percentile(refused_s, (50, 99)) * 1e3
+    p50, p99 = np.percentile(refused_s, (50, 99)) * 1e3 if refused_s else (0.0, 0.0)
     return {
         "options": OPTIONS,
-        "factor": FACTOR,
+        "factor": args.factor,
+        "burn": args.burn,
         "peak_per_s": spread(peaks),
         "goodput_per_s": spread(goodputs),
         "goodput_over_peak": spread([good / peak for good, peak in zip(goodputs, peaks, strict=True)]),
@@ -148,9 +174,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=3)
-    found = asyncio.run(measure(parser.parse_args()))
+    parser.add_argument("--factor", type=float, default=4.0, help="requests that come, over those of the peak")
+    parser.add_argument("--burn", type=float, default=0.0, help="instead: the share of a core that a process takes")
+    args = parser.parse_args()
+    found = asyncio.run(measure(args))
     print(json.dumps(found, indent=1))
-    print(write_results("overload", found), flush=True)
+    kind = f"_burn_{args.burn:g}" if args.burn else "" if args.factor == 4 else f"_{args.factor:g}"
+    print(write_results(f"overload{kind}", found), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import subprocess
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,14 +16,19 @@ CHILD = "from batchserve.engine.engine_subprocess import main; main()"
 
 
 class LaunchedProcess:
-    """A process that imports what an engine needs, and waits for its configuration."""
+    """A process that imports what an engine needs, and waits for its configuration.
 
-    def __init__(self) -> None:
+    code: what it runs; an engine by default. send_timeout_s: writing to its pipe raises BlockingIOError after so long.
+    """
+
+    def __init__(self, code: str = CHILD, send_timeout_s: int | None = None) -> None:
         ours, theirs = socket.socketpair()
+        if send_timeout_s is not None:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_timeout_s, 0))
         with theirs:
             level = logging.getLogger("batchserve").getEffectiveLevel()
             self.process = subprocess.Popen(
-                python(CHILD, str(theirs.fileno()), str(level), log_format()),
+                python(code, str(theirs.fileno()), str(level), log_format()),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # all of its output goes to standard error
                 pass_fds=[theirs.fileno()],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from batchserve.parallel.mirror import TableChange
     from batchserve.runner.ragged_batch import RaggedBatch
     from batchserve.sampling.verify import StepTokens
+    from batchserve.startup.prepared import PreparedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,11 @@ class Built:
 
     total_tokens: int
     marks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, prepared: PreparedModel) -> Built:
+        marks = prepared.facts.dtype, prepared.execution, *prepared.marks
+        return cls(prepared.executor.allocator.total_tokens, marks)
 
 
 @dataclass(frozen=True, slots=True)

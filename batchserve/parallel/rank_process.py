@@ -51,7 +51,7 @@ def _run(pipe: Connection[Any, Any], rank: Rank) -> None:
         return
     gc.collect()
     gc.freeze()
-    pipe.send_bytes(packed(built(prepared)))
+    pipe.send_bytes(packed(Built.of(prepared)))
     while True:
         step = unpacked(pipe.recv_bytes())
         try:
@@ -72,11 +72,6 @@ def _prepare(rank: Rank) -> PreparedModel:
     prepared = prepare(rank.config, lambda message: logger.debug("rank %d: %s", rank.number, message))
     prepared.executor.bind_thread()
     return prepared
-
-
-def built(prepared: PreparedModel) -> Built:
-    """Returns what all ranks must have alike."""
-    return Built(prepared.executor.allocator.total_tokens, (prepared.facts.dtype, prepared.execution, *prepared.marks))
 
 
 def _step(prepared: PreparedModel, step: Step) -> StepResult | OutOfMemory:

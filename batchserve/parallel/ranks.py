@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import socket
-import struct
 import subprocess
 import weakref
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
+from batchserve.engine.launch import LaunchedProcess
 from batchserve.errors import ConfigError, EngineFaultError
-from batchserve.interpreter import python
-from batchserve.logs import log_format
 from batchserve.parallel.messages import Built, Rank, Refused, packed, unpacked
 
 if TYPE_CHECKING:
@@ -31,17 +27,8 @@ class RankProcess:
 
     def __init__(self, number: int) -> None:
         self.number, self.num_bytes = number, 0
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SENDING_TIMEOUT_S, 0))
-        with theirs:
-            level = logging.getLogger("batchserve").getEffectiveLevel()
-            self.process = subprocess.Popen(
-                python(CHILD, str(theirs.fileno()), str(level), log_format()),
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # all of its output goes to standard error
-                pass_fds=[theirs.fileno()],
-            )
-        self.pipe: Connection[Any, Any] = Connection(ours.detach())
+        launched = LaunchedProcess(CHILD, SENDING_TIMEOUT_S)
+        self.process, self.pipe = launched.process, launched.pipe
 
     def send(self, message: bytes) -> None:
         """Sends a message that is pickled already. Raises EngineFaultError if the rank has ended."""

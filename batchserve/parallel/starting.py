@@ -21,13 +21,19 @@ if TYPE_CHECKING:
 
 
 class RanksBeingBuilt:
-    """config: of each rank by itself, rank 0 included: with its part of the machine's memory and threads."""
+    """Ranks that load their model.
+
+    config: of each rank by itself, rank 0 included: with its part of the machine's memory and threads.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
+        """Starts them, if there are to be any. Raises ConfigError."""
         count = config.lookahead_parallel_size
         self.config, self._ranks = config, None
         if count == 1:
             return
+        if config.device == "cuda" or config.attention_backend not in ("auto", "cpu"):
+            raise _refused(count)
         self.config = replace(
             config,
             lookahead_parallel_size=1,
@@ -41,14 +47,16 @@ class RanksBeingBuilt:
         """Returns this rank's model with all ranks' executor. Raises ConfigError, and what a rank raises."""
         ranks = self._ranks
         assert ranks is not None
-        allocator = prepared.executor.allocator
-        if not isinstance(allocator, SlabAllocator):
-            raise ConfigError(f"lookahead_parallel_size = {len(ranks.each) + 1}: must be 1 on the GPU path")
-        marks = (prepared.facts.dtype, prepared.execution, *prepared.marks)
-        ranks.wait_built(Built(allocator.total_tokens, marks))
+        if not isinstance(prepared.executor.allocator, SlabAllocator):
+            raise _refused(len(ranks.each) + 1)
+        ranks.wait_built(Built.of(prepared))
         split.compile_kernels()
         executor = LookaheadExecutor(prepared.executor, ranks)  # type: ignore[arg-type]
         return replace(prepared, executor=executor, marks=(*prepared.marks, f"{len(ranks.each) + 1} ranks"))
+
+
+def _refused(count: int) -> ConfigError:
+    return ConfigError(f"lookahead_parallel_size = {count}: must be 1 on the GPU path")
 
 
 def _parts(cores: list[int], count: int) -> list[tuple[int, ...]]:
